@@ -18,7 +18,7 @@ from mallee.worker.model.loading.weights import ModelWeights
 from mallee.worker.model.ops import Ops
 from mallee.worker.model.plan import Plan
 from mallee.worker.model.rotary import Rotary, Rotation
-from mallee.worker.model.states import LayerStates
+from mallee.worker.model.states import Folds, LayerStates
 
 Site: TypeAlias = Literal["embed", "turned", "heads", "attention", "output", "norm", "logits"]
 """Places at which a forward pass can be watched: embeddings; a layer's queries and keys after turning,
@@ -46,6 +46,7 @@ class Decoder:
         "_ops",
         "_ropes",
         "_rotaries",
+        "_verified",
         "config",
         "tap",
         "weights",
@@ -67,6 +68,7 @@ class Decoder:
         self._attention = attention
         self._ops = ops
         self._delta = None if config.delta is None else DeltaRule(config.delta, config.norm_eps)
+        self._verified: dict[int, torch.Tensor] = {}  # by recurrent layer, of the last pass
         table = weights.embedding
         self._embedding_scale = None
         if config.family.scales_embedding:  # rounded to the model's dtype, as it was in training
@@ -108,6 +110,14 @@ class Decoder:
             hidden, x = self._layer(index, hidden, x, turns[self._ropes[index]], plan, own)
         return self._head(hidden.index_select(0, plan.outputs))
 
+    def refold(self, folds: Folds, tokens: torch.Tensor, memory: Sequence[LayerMemory]) -> None:
+        """Write states anew by `folds`, of `tokens` among `Folds.verified` of the last pass."""
+        assert self._delta is not None, "no layer is recurrent"
+        for index, mixed in self._verified.items():
+            states, layer = memory[index], self.weights.layers[index]
+            assert isinstance(states, LayerStates), "a layer that is not recurrent"
+            self._delta.fold(mixed.index_select(0, tokens), layer, folds, states)
+
     def _head(self, last: torch.Tensor) -> torch.Tensor:
         last = self._ops.norm(last, self.weights.norm, self.config.norm_eps)
         logits = self.weights.head(last)
@@ -138,7 +148,10 @@ class Decoder:
         if isinstance(memory, LayerStates):
             assert self._delta is not None, "states of a model without recurrent layers"
             assert plan.folds is not None, "a plan without states"
-            seen = self._delta(layer.qkv(x), layer, plan.folds, memory)
+            mixed = layer.qkv(x)
+            if len(plan.folds.verified):
+                self._verified[index] = mixed.index_select(0, plan.folds.verified)
+            seen = self._delta(mixed, layer, plan.folds, memory)
         else:
             seen = self._attend(index, x, turn, plan, memory)
         hidden, x = ops.added_norm(

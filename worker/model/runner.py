@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from mallee.protocol.errors import CodecError, ConfigError, WeightsMismatch
 from mallee.protocol.messages import TokenLogprobs
@@ -60,7 +60,7 @@ from mallee.worker.model.ops import movable
 from mallee.worker.model.plan import make_plan
 from mallee.worker.model.sampling.device import draw_nbytes
 from mallee.worker.model.sampling.sampler import Drawn
-from mallee.worker.model.states import EXTRA_SLOTS, layer_states, make_folds
+from mallee.worker.model.states import EXTRA_SLOTS, Folds, layer_states, make_folds
 from mallee.worker.transfer.values import BATCH_BLOCKS
 
 log = logging.getLogger(__name__)
@@ -102,6 +102,8 @@ class TorchForward:
         *(
             "_attention",
             "_device",
+            "_fold",
+            "_folds",
             "_graph_options",
             "_graphs",
             "_is_whole",
@@ -185,13 +187,14 @@ class TorchForward:
         kept = self._kept()
         self._memory = kept[0]  # of the full group
         layers: dict[int, LayerMemory] = {}
-        fold = None
+        self._fold: Callable[[Sequence[Row]], Folds] | None = None
+        self._folds: Folds | None = None  # of the last pass
         for group, memory, number in zip(spec.groups, self._memories, sizes, strict=True):
             own: Iterable[LayerMemory] = memory
             if group.kind == "state":
                 assert config.delta is not None, "states of a model without recurrent layers"
                 own = layer_states(memory, config.delta, dtype, len(group.layers))
-                fold = partial(
+                self._fold = partial(
                     make_folds,
                     group=spec.groups.index(group) - 1,
                     num_slots=number,
@@ -215,7 +218,7 @@ class TorchForward:
             device=self._device,
             windows=config.windows,
             groups=self._windows,
-            fold=fold,
+            fold=self._fold,
         )
         self._is_whole = True  # whether its weights are those of one version
         self._padding = padding_row(sizes)
@@ -289,7 +292,7 @@ class TorchForward:
 
     def rename(self, version: WeightVersion) -> None:
         """Call its weights `version` from now on: no block that it filled counts any more."""
-        self.spec = msgspec.structs.replace(self.spec, weights=version)
+        self.spec = replace(self.spec, weights=version)
 
     def forward(self, batch: ForwardBatch) -> Sequence[Logits]:
         """Raises DeviceMemoryExhausted, as does every method that draws, or makes or reads logits."""
@@ -312,7 +315,15 @@ class TorchForward:
             return logits
 
     def refold(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
-        raise AssertionError("no layer is recurrent")
+        assert self._fold is not None, "no layer is recurrent"
+        assert self._folds is not None, "no pass before"
+        kept = [replace(row, tokens=row.tokens[:n]) for row, n in zip(rows, counts, strict=True)]
+        with torch.inference_mode(), memory_errors(self._device):
+            folds = self._fold(kept)
+            begins = (self._folds.begins[slot] for slot in folds.begins)  # no wait for the device
+            places = [begin + np.arange(n) for begin, n in zip(begins, counts, strict=True)]
+            tokens = sent(np.concatenate(places), torch.device(self._device))
+            self.decoder.refold(folds, tokens, self._layers)
 
     def _run(self, rows: Sequence[Row], tokens: torch.Tensor | None = None) -> Sequence[Logits]:
         """The logits that `rows` want. `tokens` [n], if they are on the device already, are the rows' own."""
@@ -334,6 +345,7 @@ class TorchForward:
             )
             if tokens is not None:
                 plan = plan._replace(tokens=tokens)
+            self._folds = plan.folds
             logits = self.decoder.logits(plan, self._layers)
         return logits.unbind(0)
 
@@ -523,9 +535,7 @@ def load(
             TorchForward(
                 model.config,
                 model.weights,
-                msgspec.structs.replace(
-                    model.spec, max_model_len=min(model.spec.max_model_len, num_tokens)
-                ),
+                replace(model.spec, max_model_len=min(model.spec.max_model_len, num_tokens)),
                 num_blocks=num_blocks,
                 block_size=block_size,
                 kv_dtype=model.kv_dtype,
@@ -567,7 +577,7 @@ def _read(
         **kv_identity(path, config, spec, kv_dtype, is_scaled=is_scaled),
         "dtype": dtype,
     }
-    spec = msgspec.structs.replace(spec, kv_fields=tuple(sorted(identity.items())))
+    spec = replace(spec, kv_fields=tuple(sorted(identity.items())))
     return _Read(config, weights, spec, _DTYPES[kept])
 
 

@@ -5,7 +5,7 @@ that its convolution has yet to see, in the model's dtype. So a slot is one run 
 Doesn't know the rule by which tokens are folded (`delta.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -72,6 +72,8 @@ class Folds(NamedTuple):
     long_rows: torch.Tensor  # [longs], the longest first
     turns: torch.Tensor  # [sum of `counts`, width] tokens
     counts: tuple[int, ...]  # rows in each turn
+    verified: torch.Tensor  # tokens of rows of which several logits are wanted (`Forward.refold`)
+    begins: Mapping[int, int]  # of these rows' tokens among them, by slot written
 
     @property
     def is_single(self) -> bool:
@@ -97,6 +99,9 @@ def make_folds(
     most = int(sizes.max())
     width = FOLD if most >= FOLD else 1 << (most - 1).bit_length()
     turns, counts = _turns(begins[longs], sizes[longs], width, int(ends[-1]))
+    verifies = np.array([row.num_logits > 1 for row in rows])
+    own = sizes[verifies]
+    begins_of_own = zip(slots[verifies, 1].tolist(), (own.cumsum() - own).tolist(), strict=True)
     parts = [
         slots[:, 0],
         slots[:, 1],
@@ -107,6 +112,7 @@ def make_folds(
         begins[~is_long],
         longs,
         turns.ravel(),
+        np.flatnonzero(np.repeat(verifies, sizes)),
     ]
     there = sent_together([part.astype(np.int64) for part in parts], device)
     return Folds(
@@ -121,6 +127,8 @@ def make_folds(
         long_rows=there[7],
         turns=there[8].view(-1, width),
         counts=counts,
+        verified=there[9],
+        begins=dict(begins_of_own),
     )
 
 

@@ -311,11 +311,12 @@ class BlockBudget:
 
         Of free blocks alone: nothing is evicted for a draft, and no branch gives way.
         """
+        tree, node, pending = self._tree, node_of(branch), branch.num_pending
+        size = tree.block_size
+        if tree.has_states:  # these are left where blocks end, as without drafts
+            num_tokens = min(num_tokens, size - node.end % size - pending)
         if branch.room - branch.length >= num_tokens:
             return num_tokens
-        tree, node, pending = self._tree, node_of(branch), branch.num_pending
-        size, end = tree.block_size, node.end
-        num_tokens = tree.chunk(end, pending + num_tokens, end) - pending  # as decodes, to a state
         found = node.base + len(node.blocks) * size - branch.length
         if found < num_tokens and (free := tree.num_free_after(node)):
             found += min(-(-(num_tokens - found) // size), free) * size

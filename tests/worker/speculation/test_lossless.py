@@ -186,9 +186,9 @@ def test_every_family_answers_as_without_drafts(family: str, kind: Kind) -> None
     if kind == "wrong":
         assert not stats.num_accepted
     if kind == "right":
-        assert teller.most_tokens == 6
+        assert teller.most_tokens == (SIZE if family == "hybrid" else 6)  # up to a block's end
         assert stats.num_accepted == stats.num_drafted
-        assert teller.num_steps < 0.5 * expected.num_steps
+        assert teller.num_steps < 0.6 * expected.num_steps
     assert (teller.drafts.total(), teller.accepted.total()) == stats
     assert not expected.drafts.total()
     assert teller.stored() == expected.stored()
@@ -329,9 +329,9 @@ def test_drafts_need_no_free_state(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(make_mocked(is_hybrid=True), speculates=True)
     draft_by(engine, Knowing("right", plain.answers(), vocab=VOCAB))
     teller = Teller(engine)
-    for i in range(4):
+    for i in range(8):
         teller.run(generate(f"s{i}", [5 + i] * 13, Limits(1)))
-    assert not engine._tree.sides[0].pool.num_free
+    assert engine._tree.sides[0].pool.num_free <= 1  # it is the next branch's
     before = teller.num_steps
     teller.run(command)
     assert teller.answers()["r", 0] == plain.answers()["r", 0]
