@@ -279,6 +279,18 @@ def _check_holders(holders: Sequence[Holder]) -> None:
         raise InvalidParameter("holders", len(holders), f"give at most {MAX_HOLDERS}")
 
 
+MAX_PLACES: Final = 16
+"""Of one command. Each may cost a worker as much memory as the KV of thousands of tokens."""
+
+
+def _check_places(places: Sequence[int]) -> None:
+    """Raises InvalidParameter, if there are too many, or one is before the first token."""
+    if len(places) > MAX_PLACES:
+        raise InvalidParameter("places", len(places), f"give at most {MAX_PLACES}")
+    if min(places, default=1) < 1:
+        raise InvalidParameter("places", min(places), "give counts of tokens, 1 or more")
+
+
 def _check_consumed(grammar: Grammar | None, drawn: int, num_tokens: int) -> None:
     """Raises InvalidParameter if `grammar` can't have taken in what it is said to have."""
     if grammar is not None and not drawn <= grammar.consumed <= num_tokens:
@@ -309,6 +321,9 @@ class Prefill(_Command, frozen=True, tag="prefill"):
 
     KV that `holders` have is fetched from them where that is cheaper; what does not arrive is computed.
     From a holder that names a capsule its state comes too: this one is then exactly that one.
+
+    `places` are boundaries of the text, by its tokens up to there, from which others are likely to go on: a
+    model with recurrent layers leaves a state at the last end of a block before each, while it has room.
     """
 
     request: str
@@ -323,6 +338,7 @@ class Prefill(_Command, frozen=True, tag="prefill"):
     retain: tuple[RetainSpan, ...] = ()
     holders: tuple[Holder, ...] = ()
     trace: str = ""
+    places: tuple[int, ...] = ()
 
     def validate(self, num_tokens: int) -> "Prefill":
         """Itself, if its fields fit `tokens`, which are `num_tokens`. Raises InvalidParameter."""
@@ -332,6 +348,7 @@ class Prefill(_Command, frozen=True, tag="prefill"):
             raise InvalidParameter("ttl_s", self.ttl_s, "a replaceable capsule has none; give 0")
         _check_consumed(self.grammar, 0, num_tokens)
         _check_holders(self.holders)
+        _check_places(self.places)
         if self.continuation is not None and not 0 <= self.continuation.drawn < num_tokens:
             drawn = self.continuation.drawn
             raise InvalidParameter(
@@ -356,7 +373,7 @@ class Generate(_Command, frozen=True, tag="generate"):
     With `keep_s` the capsules that its branches leave are pinned, each until released or for so long after
     its last use (0: no limit). One for which there is no room is not left, and the branch's end says so.
 
-    `holders` and `trace` as with `Prefill`.
+    `holders`, `trace` and `places` as with `Prefill`.
     """
 
     request: str
@@ -373,6 +390,7 @@ class Generate(_Command, frozen=True, tag="generate"):
     retain: tuple[RetainSpan, ...] = ()
     holders: tuple[Holder, ...] = ()
     trace: str = ""
+    places: tuple[int, ...] = ()
 
     def validate(self, num_tokens: int) -> "Generate":
         """Itself, if its fields fit `tokens`, which are `num_tokens`. Raises InvalidParameter."""
@@ -388,6 +406,7 @@ class Generate(_Command, frozen=True, tag="generate"):
             raise InvalidParameter("n", self.n, "give 1: branches are continued one by one")
         _check_consumed(self.grammar, self.drawn, num_tokens)
         _check_holders(self.holders)
+        _check_places(self.places)
         return self
 
 

@@ -579,14 +579,16 @@ class Engine:
                 commit(node, (s.tokens[begin],), s.hashes)
             else:
                 tokens = s.tokens[begin : begin + num_draws[s]]
-                commit(node, tokens, s.hashes, is_drafted=True)
+                commit(node, tokens, s.hashes, "answer")
                 self._scheduler.blocks.shrink(s)
         for branch in plan.ready:
             branch.logits = None
         for chunk in plan.chunks:
             branch, attached = chunk.branch, chunk.branch.attached_tokens
             assert attached is not None, "computed, but never admitted"
-            commit(node_of(branch), chunk.tokens, branch.hashes)
+            end = chunk.start + len(chunk.tokens)
+            reason = branch.places.get(end) if self._tree.sides else None
+            commit(node_of(branch), chunk.tokens, branch.hashes, reason)
             self._num_prefill += len(chunk.tokens)
             if branch.cached_tokens is None or (
                 chunk.start < branch.prompt_len and attached > branch.cached_tokens

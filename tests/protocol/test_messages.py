@@ -407,7 +407,7 @@ def test_a_lease_of_an_older_worker_is_read_without_its_counters() -> None:
             [
                 *("prefill", "r", b"\1\0\0\0", "", 0.0, SHARE),
                 *(["regex", "a", 1], "c.2", False, None, []),
-                *([["w1", 3, "tcp:127.0.0.1:9", 8, "c.1"]], ""),
+                *([["w1", 3, "tcp:127.0.0.1:9", 8, "c.1"]], "", []),
             ],
         ),
         (
@@ -415,10 +415,11 @@ def test_a_lease_of_an_older_worker_is_read_without_its_counters() -> None:
                 *("r", pack_tokens([1]), Limits(3, (2,)), Sampling(0.5, seed=7), 2),
                 retain=(RetainSpan(8, 50, 9.0),),
                 trace="00-a-b-01",
+                places=(48,),
             ),
             [
                 *("generate", "r", b"\1\0\0\0", LIMITS, SAMPLING, 2, "", 0, SHARE, None, 0, None),
-                *([[8, 50, 9.0]], [], "00-a-b-01"),
+                *([[8, 50, 9.0]], [], "00-a-b-01", [48]),
             ],
         ),
         (

@@ -20,7 +20,8 @@ def prefill(request: str, tokens: list[int], *holders: Holder, **more: Any) -> P
 
 
 def generate(request: str, tokens: list[int], *holders: Holder, **more: Any) -> Generate:
-    return Generate(request, pack_tokens(tokens), LIMITS, SAMPLED, holders=holders, **more)
+    fields = {"limits": LIMITS, "sampling": SAMPLED, "holders": holders, **more}
+    return Generate(request, pack_tokens(tokens), **fields)
 
 
 def fork(request: str, capsule: str, n: int = 1, **more: Any) -> Fork:

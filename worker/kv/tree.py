@@ -33,7 +33,14 @@ from mallee.worker.kv.node import BlockCopy, BlockTable, Node, Reservation, Spar
 from mallee.worker.kv.node_store import NodeStore
 from mallee.worker.kv.paths import flatten, last_hash, path_hashes
 from mallee.worker.kv.pool import BlockPool, BlocksLeaving
-from mallee.worker.kv.sides.group import Offload, SideGroup, Tail, keep_rows
+from mallee.worker.kv.sides.group import (
+    Offload,
+    Places,
+    Reason,
+    SideGroup,
+    Tail,
+    keep_rows,
+)
 from mallee.worker.kv.text import Notation, Text, TokenNotation
 
 
@@ -120,10 +127,26 @@ class BranchTree:
     def _can_resume(self, node: Node, num_tokens: int) -> bool:
         return all(side.can_resume(node, num_tokens) for side in self.sides)
 
-    def chunk(self, begin: int, num_tokens: int, end: int) -> int:
-        """The most of `num_tokens` to compute at once from `begin` on, of a text that ends at `end`."""
+    def aligned_len(self, num_tokens: int) -> int:
+        """The last place up to `num_tokens` where cache may end that is gone on from as it is."""
+        return min([num_tokens, *(side.aligned_len(num_tokens) for side in self.sides)])
+
+    def places(self, hashes: Hashes, begin: int, end: int, named: Sequence[int] = ()) -> Places:
+        """Places at which a text of `end` tokens leaves states when it is computed from `begin` on.
+
+        `hashes`: those of its blocks. Where the tree has more of them than can be gone on from, others will
+        part from it: what two texts share, a third one may.
+        """
+        known = self._store.index.count_leading(hashes) * self.block_size
+        places: Places = {}
         for side in self.sides:
-            num_tokens = side.chunk(begin, num_tokens, end)
+            places |= side.places(begin, end, known, named)
+        return places
+
+    def chunk(self, begin: int, num_tokens: int, places: Places) -> int:
+        """The most of `num_tokens` to compute at once from `begin` on, of a text with these places."""
+        for side in self.sides:
+            num_tokens = side.chunk(begin, num_tokens, places)
         return num_tokens
 
     @property
@@ -261,13 +284,12 @@ class BranchTree:
         node: Node,
         tokens: Text | Sequence[int],
         hashes: Hashes | None = None,
-        *,
-        is_drafted: bool = False,
+        reason: Reason | None = None,
     ) -> None:
         """The KV of `tokens` is now in the reserved slots; blocks that became full are sealed.
 
-        `hashes`: those of the sequence's blocks from the root on, as far as the caller knows them.
-        `is_drafted`: `tokens` were drawn, and computed at once because they were drafted.
+        `hashes`: those of the sequence's blocks from the root on, as far as the caller knows them. `reason`:
+        what a state is left for at the end.
         """
         if node.is_copying:
             self._copied(node)
@@ -278,7 +300,7 @@ class BranchTree:
         first, num_full = before // size, after // size
         assert len(node.blocks) * size >= after, "committed more than was reserved"
         for side in self.sides:
-            side.advanced(node, len(tokens), is_drafted=is_drafted)
+            side.advanced(node, len(tokens), reason)
         if self.pool.watch is not None:
             self._watch_commit(node, len(tokens))
         if num_full == first or not self.keeps_cache:
@@ -383,6 +405,13 @@ class BranchTree:
         """Blocks that `node`, which has room for a pass, can have behind it without evicting any."""
         takers = [side.pool for side in self.sides if side.num_needed(node, 1, None)]
         return min([self.pool.num_free, *(pool.num_free for pool in takers)])
+
+    @property
+    def lacks_states(self) -> bool:
+        """Whether holders need most slots of states, so that few are left for cache."""
+        return self.has_states and any(
+            2 * side.in_use > side.pool.num_blocks for side in self.sides if side.needs_parent
+        )
 
     @property
     def num_free(self) -> int:

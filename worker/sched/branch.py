@@ -29,6 +29,7 @@ from mallee.protocol.messages import (
 from mallee.worker.forward import Constraint, Matcher
 from mallee.worker.kv.node import Node
 from mallee.worker.kv.paths import path_texts
+from mallee.worker.kv.sides.group import Places
 from mallee.worker.kv.text import Notation, Text, joined
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.sched.answer import Answer, DrawRules
@@ -163,6 +164,11 @@ class Job:
         return self.start.drawn
 
     @property
+    def places(self) -> tuple[int, ...]:
+        """Those of its text that its client named."""
+        return () if isinstance(self.command, Fork) else self.command.places
+
+    @property
     def rules(self) -> DrawRules:
         """See `DrawRules`."""
         if self._rules is None:
@@ -272,7 +278,7 @@ class Branch:
         *("cached_tokens", "hashes", "index", "job", "logits", "members", "num_output", "origin"),
         *("origin_len", "phase", "priority", "producer", "ticket", "tokens", "waits_for"),
         *("is_short", "last_step"),
-        *("attached_tokens", "found", "may_fetch", "node", "place", "room"),
+        *("attached_tokens", "found", "may_fetch", "node", "place", "places", "room"),
         "answer",
     )
 
@@ -311,6 +317,7 @@ class Branch:
         self.may_fetch: bool  # blocks that it needs may lie below the device
         self.room: int  # its own node has room up to this position; 0: it has no node of its own
         self.place: tuple[bytes, int]  # order inside a batch
+        self.places: Places  # of a model with side groups
 
     def begin_answer(self) -> Answer:
         """The state of its draws, from now on."""

@@ -233,7 +233,7 @@ class Fetching:
                 tree.hold(above)
                 branch.node, branch.room = above, 0
         if len(tokens):
-            tree.commit(node, tokens)
+            tree.commit(node, tokens, reason="branching")
         self._under_way.remove(fetch)
         tree.release(node)
         if above is not None:

@@ -352,11 +352,12 @@ class Planner:
 
         These are the places of `BranchTree.chunk`, and the next one that a branch waits for.
         """
-        begin, end = node_of(branch).end, branch.length
+        begin = node_of(branch).end
         awaited = self._waiting.gates.next_awaited(branch)
         if awaited is not None and begin < awaited < begin + num_tokens:
+            branch.places.setdefault(awaited, "awaited")
             num_tokens = awaited - begin
-        return self._tree.chunk(begin, num_tokens, end)
+        return self._tree.chunk(begin, num_tokens, branch.places)
 
     def _try_admit(self, budget: StepBudget, branch: Branch) -> bool:
         awaited = self._waiting.awaited(branch)
@@ -374,9 +375,11 @@ class Planner:
     def _stop_at(self, budget: StepBudget, producer: Branch, num_tokens: int) -> None:
         """Have `producer` leave a state after `num_tokens`, if its chunk of this step would pass them."""
         if self._tree.sides and producer in budget.granted:
-            num = num_tokens - node_of(producer).end
-            if 0 < num < budget.granted[producer]:
-                budget.granted[producer] = self._tree.chunk(num_tokens - num, num, producer.length)
+            begin = node_of(producer).end
+            if 0 < num_tokens - begin < budget.granted[producer]:
+                producer.places.setdefault(num_tokens, "awaited")
+                num = self._tree.chunk(begin, num_tokens - begin, producer.places)
+                budget.granted[producer] = num
 
     def admit(self, branch: Branch, step: int) -> None:
         """`branch` runs from now on, from the end of what is found of it."""
@@ -394,6 +397,8 @@ class Planner:
         begin = branch.node.end
         if branch.attached_tokens is None:
             branch.attached_tokens = begin
+        if tree.sides:
+            branch.places = tree.places(hashes, begin, branch.length, branch.job.places)
         self._waiting.gates.depart(hashes[begin // size :], branch)
         self._running.admit(branch, step)
         self._blocks.admitted(branch)

@@ -315,7 +315,7 @@ class BlockBudget:
             return num_tokens
         tree, node, pending = self._tree, node_of(branch), branch.num_pending
         size, end = tree.block_size, node.end
-        num_tokens = tree.chunk(end, pending + num_tokens, end) - pending  # as decodes, to a state
+        num_tokens = tree.chunk(end, pending + num_tokens, {}) - pending  # as decodes, to a state
         found = node.base + len(node.blocks) * size - branch.length
         if found < num_tokens and (free := tree.num_free_after(node)):
             found += min(-(-(num_tokens - found) // size), free) * size

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from mallee.protocol.errors import QueueFull
+from mallee.protocol.hashing import NO_HASHES
 from mallee.protocol.messages import Share
 from mallee.worker.kv.node import Node, Spare
 from mallee.worker.kv.paths import path_texts
@@ -133,6 +134,9 @@ class Scheduler:
     def inject(self, branch: Branch, tokens: Text) -> None:
         """`branch`, a decode, goes on after `tokens`, between two steps."""
         branch.tokens.extend(tokens)
+        if self._tree.sides:
+            begin = node_of(branch).end
+            branch.places = self._tree.places(NO_HASHES, begin, branch.length)
         if branch.phase == "decode":  # else there were some before
             is_short = branch.num_pending <= self.config.max_step_tokens
             self._running.recompute(branch, self._step, is_short=is_short)

@@ -22,13 +22,14 @@ from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.node import BlockCopy, Node
 from mallee.worker.kv.paths import side_tables
 from mallee.worker.kv.pool import BlockPool
-from mallee.worker.kv.sides.group import RowSpan, SideGroup
+from mallee.worker.kv.sides.group import Reason, RowSpan, SideGroup
 from mallee.worker.kv.sides.states import NO_STATE, StateGroup, StatePart
 from mallee.worker.kv.sides.windows import WindowGroup, WindowPart
 from mallee.worker.kv.tree import BranchTree
 from support.examples import examples
 
 SIZE = 4
+REASONS: tuple[Reason | None, ...] = (None, "answer", "named", "end")
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=11)
 
 
@@ -103,7 +104,7 @@ class Bench:
             for position in range(node.end, len(whole)):
                 self.check_reads(node, whole, position)
         for node, tokens, _ in rows:
-            self.tree.commit(node, tokens)
+            self.tree.commit(node, tokens, reason=REASONS[sum(tokens) % len(REASONS)])
 
     def copy(self, copy: BlockCopy) -> None:
         for g, pair in enumerate([copy[:2], *copy.sides]):

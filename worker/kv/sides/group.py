@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -33,6 +33,13 @@ _GOLDEN: Final = 0x9E3779B97F4A7C15
 Offload: TypeAlias = Callable[[Sequence[int], Sequence[int], Callable[[], None]], None]
 """Takes keys and blocks of cache that is about to be evicted, the first of a text first, and a function that
 it calls when their bytes are needed no longer."""
+
+Reason: TypeAlias = Literal["end", "named", "branching", "awaited", "answer", "cadence"]
+"""The place at which a state was left: the end of a prompt; a place that a client named; one where texts that
+begin alike part; one that a branch waits for; the end of an answer; or that of any chunk."""
+
+Places: TypeAlias = dict[int, Reason]
+"""Places at which a text is to leave states, by its tokens up to there."""
 
 
 class RowSpan(NamedTuple):
@@ -153,8 +160,19 @@ class SideGroup(ABC):
     def can_resume(self, node: Node, num_tokens: int) -> bool:
         """Whether all is there that is read after the first `num_tokens` tokens on the path of `node`."""
 
-    def chunk(self, begin: int, num_tokens: int, end: int) -> int:
-        """The most of `num_tokens` to compute at once from `begin` on, of a text that ends at `end`."""
+    def aligned_len(self, num_tokens: int) -> int:
+        """The last place up to `num_tokens` where cache may end that is gone on from as it is."""
+        return num_tokens
+
+    def places(self, begin: int, end: int, num_known: int, named: Sequence[int]) -> Places:
+        """Places at which a text of `end` tokens leaves states when it is computed from `begin` on.
+
+        The tree has the KV of its first `num_known`; clients have `named` places.
+        """
+        return {}
+
+    def chunk(self, begin: int, num_tokens: int, places: Places) -> int:
+        """The most of `num_tokens` to compute at once from `begin` on, of a text with these places."""
         return num_tokens
 
     # Room
@@ -211,10 +229,10 @@ class SideGroup(ABC):
         """The holders or the children of `node` have changed."""
 
     @abstractmethod
-    def advanced(self, node: Node, num_tokens: int, *, is_drafted: bool) -> None:
+    def advanced(self, node: Node, num_tokens: int, reason: Reason | None) -> None:
         """The last `num_tokens` of `node` are computed, and their full blocks are hashed after this.
 
-        `is_drafted`: as in `BranchTree.commit`.
+        `reason`: what a state is left for at its end, if there is a reason.
         """
 
     @abstractmethod

@@ -7,7 +7,7 @@ from mallee.protocol.model import GroupSpec
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.pool import BlockPool
 from mallee.worker.kv.sides.group import Offload, SideGroup, row_spans
-from mallee.worker.kv.sides.states import StateGroup
+from mallee.worker.kv.sides.states import EVERY_BLOCKS, StateGroup
 from mallee.worker.kv.sides.windows import WindowGroup
 
 
@@ -40,7 +40,14 @@ def make_sides(
                 )
             case "state":
                 sides.append(
-                    StateGroup(pool, span, block_size=block_size, journal=journal, offload=offload)
+                    StateGroup(
+                        pool,
+                        span,
+                        block_size=block_size,
+                        journal=journal,
+                        offload=offload,
+                        every_blocks=max(EVERY_BLOCKS, 2 * num_blocks // pool.num_blocks),
+                    )
                 )
             case "full":
                 raise ConfigError("a second group of layers with full attention: make them one")

@@ -8,15 +8,19 @@ would copy). A pass that verifies a draft folds all of it: what is refused is ta
 is committed (`Forward.refold`).
 
 The end of a held node has a state, or its parent has it until the node's first tokens are computed; and a
-node that has room for more has a `target`. Behind a branch that goes on, the states stay that were left on
-purpose, where a prompt's chunk or one of `every_blocks` blocks ended, if that is the end of a block: they are
-cache. So is the end of a node that nobody holds. Cache is given up, what was used longest ago first, when the
-pool needs room. Events announce these places, and those that a capsule holds, by the hash of the block that
-ends there.
+node that has room for more has a `target`. Behind a branch that goes on, the states stay that were left for a
+`Reason`, at the end of a block: they are cache. So is the end of a node that nobody holds. Of an answer under
+way the last block's is, in case that it ends: the next one takes its place. Events announce these places, and
+those that a capsule holds, by the hash of the block that ends there; those of answers once they are over.
+
+When the pool needs room, cache is given up, what was used longest ago first: all that is *passing* (ends of
+answers and of chunks, of which a long prompt leaves many) before any place that a client named, or where
+prompts end, part or wait. A passing place that was gone on from is one where they part.
 
 With tiers below, states that are evicted or given up go down.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Final
@@ -27,40 +31,48 @@ from mallee.protocol.hashing import Hashes
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.node import BlockTable, Node
 from mallee.worker.kv.pool import BlockPool
-from mallee.worker.kv.sides.group import Offload, RowSpan, SideGroup
+from mallee.worker.kv.sides.group import Offload, Places, Reason, RowSpan, SideGroup
 
 NO_STATE: Final = -1
 """In a row's table, the slot of a text without tokens."""
 
 EVERY_BLOCKS: Final = 32
-"""Decodes leave a state behind each so many blocks, and chunks of a prompt and drafts end there."""
+"""Decodes leave a state behind each so many blocks at least, and chunks of a prompt and drafts end there."""
+
+PASSING: Final = frozenset[Reason | None](("answer", "cadence"))
+"""Reasons of states that are given up before all others."""
+
+NAMED_SHARE: Final = 8
+"""Clients may name a place of a prompt for each so many slots."""
 
 
 class State:
     """A state in `slot`. `value`: the hash of the block that ends there, once an event has announced it.
 
-    `stays`: it is cache when the branch has gone on.
+    `reason`: what it stays for when the branch has gone on; None inside a block, where it does not.
     """
 
-    __slots__ = ("slot", "stays", "value")
+    __slots__ = ("reason", "slot", "value")
 
-    def __init__(self, slot: int, *, stays: bool) -> None:
+    def __init__(self, slot: int, reason: Reason | None) -> None:
         self.slot = slot
-        self.stays = stays
+        self.reason = reason
         self.value: int | None = None
 
 
 class StatePart:
     """A node's states, by the number of tokens that each is after.
 
-    `target` is the slot that the next pass of the node's one holder writes.
+    `target` is the slot that the next pass of the node's one holder writes; `answer` the last end of a block
+    that it drew on to, no event of which has told.
     """
 
-    __slots__ = ("states", "target")
+    __slots__ = ("answer", "states", "target")
 
     def __init__(self) -> None:
         self.states: dict[int, State] = {}
         self.target: int | None = None
+        self.answer: int | None = None
 
     def table(self, node: Node, place: int, block_size: int) -> BlockTable:
         """The slot that a pass reads, and the one that it writes; NO_STATE where there is none."""
@@ -89,7 +101,7 @@ def _find(node: Node, place: int, num_tokens: int) -> State | None:
 class StateGroup(SideGroup):
     """All nodes' states in one group of recurrent layers, a slot of `pool` each."""
 
-    __slots__ = ("_every", "_idle")
+    __slots__ = ("_every", "_lasting", "_passing", "num_evicted")
 
     def __init__(
         self,
@@ -111,7 +123,9 @@ class StateGroup(SideGroup):
         )
         self._every = every_blocks * block_size
         # Cache by slot, what was used longest ago first: whose it is, and after how many tokens.
-        self._idle: dict[int, tuple[Node, int]] = {}
+        self._lasting: dict[int, tuple[Node, int]] = {}
+        self._passing: dict[int, tuple[Node, int]] = {}
+        self.num_evicted = 0
 
     def begin(self) -> StatePart:
         return StatePart()
@@ -122,23 +136,42 @@ class StateGroup(SideGroup):
     def can_resume(self, node: Node, num_tokens: int) -> bool:
         return num_tokens == 0 or _find(node, self._place, num_tokens) is not None
 
-    def chunk(self, begin: int, num_tokens: int, end: int) -> int:
-        """Chunks end with a block, one of them where a repeat of the text would begin to compute."""
-        size = self._block_size
-        last = (end - 1) // size * size
-        to_next = self._every - begin % self._every
-        most = min(num_tokens, to_next)
-        if begin < last:
-            most = min(most, last - begin)
-            whole = (begin + most) // size * size - begin
-            return whole if whole > 0 else most
-        return most
+    def aligned_len(self, num_tokens: int) -> int:
+        return num_tokens // self._block_size * self._block_size
+
+    def places(self, begin: int, end: int, num_known: int, named: Sequence[int]) -> Places:
+        """The last named places, the end of known text, and where a repeat of the text begins to compute.
+
+        Each takes a slot until it is given up.
+        """
+        most, last = max(1, self.pool.num_blocks // NAMED_SHARE), self.aligned_len(end - 1)
+        places: Places = {self.aligned_len(at): "named" for at in sorted(named)[-most:]}
+        places |= {num_known: "branching", last: "end"}
+        return {at: reason for at, reason in places.items() if begin < at <= last}
+
+    def chunk(self, begin: int, num_tokens: int, places: Places) -> int:
+        """Chunks end with a block while a place is ahead, and at each place."""
+        ahead = [at - begin for at in places if at > begin]
+        most = min([num_tokens, self._every - begin % self._every, *ahead])
+        whole = self.aligned_len(begin + most) - begin
+        return whole if ahead and whole > 0 else most
 
     # Room
 
     @property
     def num_idle(self) -> int:
-        return len(self._idle)
+        return len(self._lasting) + len(self._passing)
+
+    def num_by_reason(self) -> Counter[Reason]:
+        """States that are cache, by what they were left for. O(their number)."""
+        found = Counter[Reason]()
+        for node, at in (*self._lasting.values(), *self._passing.values()):
+            found[self._part(node).states[at].reason or "cadence"] += 1
+        return found
+
+    def _cache(self, state: State) -> dict[int, tuple[Node, int]]:
+        """The states that are given up with `state`, if it is cache."""
+        return self._passing if state.reason in PASSING else self._lasting
 
     def num_needed(self, node: Node, num_blocks: int, end: int | None) -> int:
         return int(self._part(node).target is None)
@@ -159,13 +192,15 @@ class StateGroup(SideGroup):
 
     def evict(self, num_blocks: int) -> None:
         while self.pool.num_coming < num_blocks:
-            node, at = next(iter(self._idle.values()))
-            self._offload_states(node, [at])
+            node, at = next(iter((self._passing or self._lasting).values()))
+            if self._part(node).states[at].value is not None:
+                self._offload_states(node, [at])
             self._drop(node, at)
+            self.num_evicted += 1
 
     def _drop(self, node: Node, at: int) -> None:
         state = self._part(node).states.pop(at)
-        self._idle.pop(state.slot, None)
+        self._cache(state).pop(state.slot, None)
         if state.value is not None:
             self.announced.remove((state.value,))
         self.pool.free((state.slot,), node)
@@ -173,31 +208,46 @@ class StateGroup(SideGroup):
 
     # Changes of a node
 
-    def advanced(self, node: Node, num_tokens: int, *, is_drafted: bool) -> None:
+    def advanced(self, node: Node, num_tokens: int, reason: Reason | None) -> None:
         part, end = self._part(node), node.end
         assert part.target is not None, f"{node} was computed without room for its state"
         before = end - num_tokens
+        if end % self._block_size:
+            reason = None
+        else:
+            reason = reason or ("cadence" if num_tokens > 1 else "answer")
+            if reason == "answer" and end % self._every == 0:
+                reason = "cadence"
+            self._drop_answer(node, part)
         behind = part.states.get(before)
-        is_chunk = num_tokens > 1 and not is_drafted
-        stays = end % self._block_size == 0 and (is_chunk or end % self._every == 0)
-        part.states[end] = State(part.target, stays=stays)
+        part.states[end] = State(part.target, reason)
         part.target = None
         self.version += 1
         if behind is None:
             return
-        if behind.stays and node.hashes:
-            self._keep(node, before)
-        else:
+        if behind.reason is None or not node.hashes:
             self._drop(node, before)
+        elif behind.reason == "answer":
+            part.answer = before
+            self._passing[behind.slot] = (node, before)
+        else:
+            self._keep(node, before)
+
+    def _drop_answer(self, node: Node, part: StatePart) -> None:
+        """The answer of `node` has come to a later place."""
+        at, part.answer = part.answer, None
+        if at is not None and at in part.states and part.states[at].value is None:
+            self._drop(node, at)
 
     def _keep(self, node: Node, at: int) -> None:
         """The state of `node` after `at` tokens, the end of a block, is cache from now on, and announced."""
         self._announce(node, at)
-        self._idle[self._part(node).states[at].slot] = (node, at)
+        state = self._part(node).states[at]
+        self._cache(state)[state.slot] = (node, at)
 
     def _announce(self, node: Node, at: int) -> None:
         state, place = self._part(node).states[at], (at - node.base) // self._block_size - 1
-        if state.value is None and 0 <= place < len(node.hashes):
+        if state.value is None and state.reason is not None and 0 <= place < len(node.hashes):
             state.value = node.hashes[place]
             self.announced.add((state.value,))
 
@@ -205,21 +255,26 @@ class StateGroup(SideGroup):
         """Nothing to do: states are announced when others may go on from them."""
 
     def final(self, node: Node) -> None:
-        at = node.end
-        if at % self._block_size == 0 and at in self._part(node).states:
-            self._announce(node, at)
+        part = self._part(node)
+        for at in (node.end, part.answer):
+            if at is not None and at in part.states:
+                self._announce(node, at)
 
     def changed(self, node: Node) -> None:
         part, at = self._part(node), node.end
-        if not node.holders and part.target is not None:
-            self.pool.free((part.target,), node)
-            part.target = None
+        if not node.holders:
+            self.final(node)
+            if part.target is not None:
+                self.pool.free((part.target,), node)
+                part.target = None
         state = part.states.get(at)
         if state is None:
             return
+        cache = self._cache(state)
         if node.holders or node.num_copying:
-            self._idle.pop(state.slot, None)
-        elif state.slot not in self._idle:
+            if cache.pop(state.slot, None) is not None and state.reason in PASSING:
+                state.reason = "branching"
+        elif state.slot not in cache:
             if at % self._block_size or not node.hashes:
                 self._drop(node, at)
             else:
@@ -229,9 +284,11 @@ class StateGroup(SideGroup):
         self.changed(parent)
 
     def cut(self, node: Node, num_blocks: int) -> None:
-        end = node.base + num_blocks * self._block_size
-        for at in [at for at in self._part(node).states if at > end]:
+        part, end = self._part(node), node.base + num_blocks * self._block_size
+        for at in [at for at in part.states if at > end]:
             self._drop(node, at)
+        if part.answer is not None and part.answer > end:
+            part.answer = None
 
     def split(self, node: Node, upper: Node, num_blocks: int) -> None:
         above, own = self._part(upper), self._part(node)
@@ -247,8 +304,9 @@ class StateGroup(SideGroup):
         """The states after these tokens are those of `node`, whose part is `target`."""
         for at in places:
             state = target.states[at] = source.states.pop(at)
-            if state.slot in self._idle:
-                self._idle[state.slot] = (node, at)
+            cache = self._cache(state)
+            if state.slot in cache:
+                cache[state.slot] = (node, at)
 
     def evicting(self, node: Node, num_blocks: int) -> None:
         end = node.base + num_blocks * self._block_size
@@ -285,15 +343,15 @@ class StateGroup(SideGroup):
     def check(self, nodes: AbstractSet[Node]) -> None:
         super().check(nodes)
         known: dict[int, int] = {}
-        idle = {}
+        idle: tuple[dict[int, tuple[Node, int]], ...] = ({}, {})
         for node in nodes:
             for at, state in self._part(node).states.items():
                 self._check_state(node, at, state)
                 if at != node.end or not (node.holders or node.num_copying):
-                    idle[state.slot] = (node, at)
+                    idle[state.reason in PASSING][state.slot] = (node, at)
                 if state.value is not None:
                     known[state.value] = known.get(state.value, 0) + 1
-        assert idle == self._idle, "states that are cache and can't be given up"
+        assert idle == (self._lasting, self._passing), "states that are cache and can't be given up"
         assert known == self.announced.counts(), "announced states that are not there"
         for node in nodes:
             assert node.holders or self._part(node).target is None, f"{node} runs for nobody"

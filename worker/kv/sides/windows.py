@@ -30,7 +30,7 @@ from mallee.protocol.model import first_read, most_read
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.node import BlockTable, Node
 from mallee.worker.kv.pool import BlockPool
-from mallee.worker.kv.sides.group import Offload, RowSpan, SideGroup, Tail
+from mallee.worker.kv.sides.group import Offload, Reason, RowSpan, SideGroup, Tail
 
 NO_HOLDER: Final = 1 << 60
 """The `low` of a node that is dead."""
@@ -279,7 +279,7 @@ class WindowGroup(SideGroup):
 
     # Needs
 
-    def advanced(self, node: Node, num_tokens: int, *, is_drafted: bool) -> None:
+    def advanced(self, node: Node, num_tokens: int, reason: Reason | None) -> None:
         self.changed(node)
 
     def changed(self, node: Node) -> None:
