@@ -140,12 +140,14 @@ class StateGroup(SideGroup):
         return num_tokens // self._block_size * self._block_size
 
     def places(self, begin: int, end: int, num_known: int, named: Sequence[int]) -> Places:
-        """The last named places, the end of known text, and where a repeat of the text begins to compute.
+        """Named places, the end of known text, and where a repeat of the text begins to compute.
 
-        Each takes a slot until it is given up.
+        Each takes a slot until it is given up. Of many named ones it is the first: most prompts share these.
         """
-        most, last = max(1, self.pool.num_blocks // NAMED_SHARE), self.aligned_len(end - 1)
-        places: Places = {self.aligned_len(at): "named" for at in sorted(named)[-most:]}
+        last = self.aligned_len(end - 1)
+        wanted = sorted({self.aligned_len(at) for at in named if begin < self.aligned_len(at)})
+        most = max(1, self.pool.num_blocks // NAMED_SHARE)
+        places: Places = dict.fromkeys(wanted[:most], "named")
         places |= {num_known: "branching", last: "end"}
         return {at: reason for at, reason in places.items() if begin < at <= last}
 
