@@ -244,7 +244,8 @@ def build_api(
         gateway.context.model.vocab_size,
         max_model_len=gateway.context.model.max_model_len,
     )
-    chat_reader = ChatReader(reader, chat, tokenizer.added_tokens, chats)
+    has_states = gateway.context.model.has_states
+    chat_reader = ChatReader(reader, chat, tokenizer.added_tokens, chats, leaves_states=has_states)
     maker = JobMaker(
         gateway.context.model,
         reader,

@@ -1,9 +1,10 @@
 """Requests become jobs: ranges, token limits and defaults are decided here, before any worker."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, TypeVar
 
 import msgspec
+import numpy as np
 
 from mallee.api.branches.accounts import Budget, read_budget
 from mallee.api.branches.conditions import Conditions, read_conditions
@@ -40,8 +41,10 @@ from mallee.protocol.ids import CapsuleId, Scope
 from mallee.protocol.messages import (
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
+    MAX_PLACES,
     Limits,
     ReasoningBudget,
+    RetainSpan,
     Sampling,
     unpack_tokens,
 )
@@ -238,14 +241,16 @@ class JobMaker:
         else:
             tokens, messages = self._chat.prefix(request, scope)
         self._check_fits(len(tokens), 0)
+        retain = read_retention(request, len(tokens), self._limits.max_ttl_s)
         return PrefillJob(
             tokens,
             scope,
             ttl_s,
             terms,
             messages=messages,
-            retain=read_retention(request, len(tokens), self._limits.max_ttl_s),
+            retain=retain,
             affinity=read_affinity(request, scope),
+            places=self._places(tokens, messages, retain),
         )
 
     def imported(
@@ -382,6 +387,21 @@ class JobMaker:
             return None
         return self._ttl_s(None if keep is True else keep.ttl_s)
 
+    def _places(
+        self, prompt: Tokens, messages: Messages, retain: Sequence[RetainSpan]
+    ) -> tuple[int, ...]:
+        """Places of `prompt` from which others are likely to go on, if the model leaves states at some.
+
+        Those that its client marked or wants retained, and ends of messages, which are where the model's own
+        would end: of the first, which other conversations have too, and of the last two.
+        """
+        if not self._spec.has_states:
+            return ()
+        ends = (np.flatnonzero(np.isin(prompt, self._spec.eos_token_ids)) + 1).tolist()
+        asked = [*messages.places, *(span.end for span in retain)]
+        found = {at for at in (*asked, *ends[:1], *ends[-2:]) if 0 < at < len(prompt)}
+        return tuple(sorted(found)[:MAX_PLACES])
+
     def _generate(
         self,
         request: CompletionRequest | ChatRequest,
@@ -398,6 +418,7 @@ class JobMaker:
             self._check_fits(len(prompt), max_tokens)
         limits = self._branch_limits(request, max_tokens, reasoning)
         keep_s, affinity = self._keep_s(request), read_affinity(request, scope)
+        retains = [read_retention(request, len(p), self._limits.max_ttl_s) for p in prompts]
         jobs = tuple(
             GenerateJob(
                 tokens=prompt,
@@ -409,10 +430,11 @@ class JobMaker:
                 grammar=output.grammar,
                 messages=messages,
                 keep_s=keep_s,
-                retain=read_retention(request, len(prompt), self._limits.max_ttl_s),
+                retain=retain,
                 affinity=affinity,
+                places=self._places(prompt, messages, retain),
             )
-            for prompt in prompts
+            for prompt, retain in zip(prompts, retains, strict=True)
         )
         lengths = list(map(len, prompts))
         return self._plan(

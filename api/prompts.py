@@ -1,28 +1,38 @@
 """Clients' prompts, messages and suffixes, checked and turned into tokens."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from mallee.api.text.chat import ChatTemplate
-from mallee.api.text.conversation import Conversation, digest_of, read_messages
+from mallee.api.text.conversation import (
+    MAX_MARKS,
+    Conversation,
+    Mark,
+    digest_of,
+    read_messages,
+)
 from mallee.api.text.histories import END_CHARS, Histories
 from mallee.api.text.specials import Rendering
 from mallee.api.text.tokenizer import Tokenizer
 from mallee.protocol.errors import BadRequest, ContextLengthExceeded, InvalidParameter
 from mallee.protocol.hashing import Tokens, as_tokens
 
+_OTHER: Final = "\ufffc"  # a text that goes on otherwise
+
 
 class RenderedPrompt(NamedTuple):
     """A conversation as tokens, and the end of its text, before the answer if that is begun.
 
-    `digests`: of its messages; of the rest of a conversation none.
+    `digests`: of its messages; of the rest of a conversation none. `places`: of marks, by its tokens.
     """
 
     tokens: Tokens
     end: str
     digests: tuple[int, ...] = ()
+    places: tuple[int, ...] = ()
 
 
 def _is_ids(value: Sequence[object]) -> bool:
@@ -106,6 +116,32 @@ class PromptReader:
             raise InvalidParameter("messages", num, "they render to no token at all")
         digests = tuple(map(digest_of, conversation.messages))
         return RenderedPrompt(tokens, found.pieces[-1][-END_CHARS:], digests)
+
+    def marked(
+        self, prompt: RenderedPrompt, conversation: Conversation, marks: Sequence[Mark], scope: str
+    ) -> RenderedPrompt:
+        """The prompt of a conversation with the places of `marks`, the last few, in it.
+
+        Each is where it parts from that of the same conversation with another text from the mark on.
+        """
+        places = []
+        for at, num_chars in marks[-MAX_MARKS:]:
+            messages = [*conversation.messages]
+            if at < len(messages):  # else the first one's text was moved behind the others
+                text = messages[at].text[:num_chars] + _OTHER
+                messages[at] = replace(messages[at], text=text)
+            found = self.rendering(
+                replace(conversation, messages=messages), add_generation_prompt=False
+            )
+            num = next((i for i, piece in enumerate(found.pieces) if _OTHER in piece), None)
+            if num is None:
+                continue  # the template leaves the text out
+            pieces = (*found.pieces[:num], found.pieces[num].partition(_OTHER)[0])
+            tokens = self._rendered(Rendering(pieces), scope)
+            most = min(len(tokens), len(prompt.tokens))
+            differs = np.flatnonzero(tokens[:most] != prompt.tokens[:most])
+            places.append(int(differs[0]) if len(differs) else most)
+        return prompt._replace(places=tuple(places))
 
     def rendering(self, conversation: Conversation, *, add_generation_prompt: bool) -> Rendering:
         """A conversation as text. Raises InvalidParameter."""

@@ -1,6 +1,6 @@
 """Chat requests as prompts, with what is needed to read their answers."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
@@ -13,7 +13,9 @@ from mallee.api.text.answers import THINKING, Reading, Thinking, thinking_of
 from mallee.api.text.chat import ChatTemplate, Source
 from mallee.api.text.conversation import (
     Conversation,
+    Mark,
     read_functions,
+    read_marks,
     read_messages,
 )
 from mallee.api.text.heads import Heads
@@ -49,11 +51,15 @@ class ChatReader:
         template: ChatTemplate,
         added_tokens: Mapping[str, int],
         settings: ChatSettings,
+        *,
+        leaves_states: bool = False,
     ) -> None:
+        """`leaves_states`: the model has recurrent layers."""
         self._reader = reader
         self._template = template
         self._added_tokens = added_tokens
         self.settings = settings
+        self._leaves_states = leaves_states
         self._heads = Heads(moves=settings.move_changing_lines)
         family = template.family
         end = None if family is None else added_tokens.get(family.end_of_turn)
@@ -65,6 +71,7 @@ class ChatReader:
         found = self._conversation(request, request.reasoning_effort)
         conversation, changed = self.settled(found, request, scope)
         prompt = self._reader.conversation(conversation, scope, add_generation_prompt=True)
+        prompt = self.marked(prompt, conversation, lambda: read_marks(request.messages), scope)
         chat = self.begun(request, conversation, prompt, read_output_format(request))
         return chat._replace(changed=changed)
 
@@ -130,7 +137,20 @@ class ChatReader:
         prompt = self._reader.conversation(
             conversation, scope, add_generation_prompt=request.add_generation_prompt, starts=starts
         )
+        prompt = self.marked(prompt, conversation, lambda: read_marks(request.messages), scope)
         return prompt.tokens, _marks(prompt, conversation)
+
+    def marked(
+        self,
+        prompt: RenderedPrompt,
+        conversation: Conversation,
+        marks: Callable[[], Sequence[Mark]],
+        scope: str,
+    ) -> RenderedPrompt:
+        """The prompt with the places of its `marks`, if the model leaves states at some."""
+        if not self._leaves_states:
+            return prompt
+        return self._reader.marked(prompt, conversation, marks(), scope)
 
     def _conversation(
         self, request: ChatRequest | CapsuleRequest | TokenizeRequest, effort: str | None
@@ -180,7 +200,8 @@ class ChatReader:
 def _marks(prompt: RenderedPrompt, conversation: Conversation) -> Messages:
     """Marks of a conversation that was rendered, by which its messages are known again."""
     first = next(iter(conversation.messages), None)
-    return Messages(prompt.digests, first is not None and first.role == "system")
+    has_system = first is not None and first.role == "system"
+    return Messages(prompt.digests, has_system, places=prompt.places)
 
 
 def _variables(given: Any, source: Source) -> dict[str, Any]:

@@ -136,4 +136,6 @@ class MessagesHandlers:
             )
         except ContextLengthExceeded as error:
             raise PromptTooLong(error.fields["prompt_tokens"], self._max_model_len) from error
+        if remembers:
+            prompt = self._chat.marked(prompt, conversation, lambda: dialogue.places, scope)
         return _Rendered(conversation, prompt, dialogue, changed)

@@ -6,8 +6,10 @@ from typing import Any, Final, NamedTuple
 
 from mallee.api.messages.signatures import hidden_text
 from mallee.api.text.conversation import (
+    MAX_MARKS,
     MAX_MESSAGES,
     Known,
+    Mark,
     Message,
     ToolCall,
     joined,
@@ -30,18 +32,22 @@ _MISSING: Final = {
 
 
 class Dialogue(NamedTuple):
-    """`begun`: the beginning of the answer, which goes on. `marks`: every `cache_control` in it."""
+    """`begun`: the beginning of the answer, which goes on. `marks`: every `cache_control` in it.
+
+    `places`: those of marks in messages.
+    """
 
     messages: tuple[Message, ...]
     begun: str
     marks: list[Any]
+    places: list[Mark]
 
 
 def read_dialogue(system: Any, messages: Any) -> Dialogue:
     """Messages of one role that follow each other are one. Raises InvalidParameter naming the place."""
     reader = _Reader()
     if system is not None and (text := reader.text(system, "system")):
-        reader.add(Message("system", text))
+        reader.add(Message("system", text), is_marked=bool(reader.marks))
     if not isinstance(messages, list) or not messages:
         raise InvalidParameter("messages", messages, "give a list of at least one message")
     if (num := len(messages)) > MAX_MESSAGES:
@@ -53,7 +59,12 @@ def read_dialogue(system: Any, messages: Any) -> Dialogue:
         begun = _begun(found.pop(), f"messages[{len(messages) - 1}]")
     if not any(message.role != "system" for message in found):
         raise InvalidParameter("messages", len(messages), "give a message of role user first")
-    return Dialogue(with_names(found), begun, reader.marks)
+    places: list[Mark] = [
+        (at, len(joined(reader.parts[at][:num]).text))
+        for at, num in reader.places[-MAX_MARKS:]
+        if at < len(found)
+    ]
+    return Dialogue(with_names(found), begun, reader.marks, places)
 
 
 def _begun(last: Message, param: str) -> str:
@@ -70,20 +81,24 @@ class _Reader:
     """Messages so far, and the marks in them."""
 
     def __init__(self) -> None:
-        self._parts: list[list[Message]] = []  # of each message
-        self._read: list[Message] = []  # of the message that is being read
+        self.parts: list[list[Message]] = []  # of each message
+        self._read: list[tuple[Message, bool]] = []  # of the message that is being read
         self.marks: list[Any] = []
+        self.places: list[tuple[int, int]] = []  # a message, and how many parts of it
 
     @property
     def found(self) -> list[Message]:
-        return [joined(parts) for parts in self._parts]
+        return [joined(parts) for parts in self.parts]
 
-    def add(self, message: Message) -> None:
-        self._read.append(message)
+    def add(self, message: Message, is_marked: bool = False) -> None:
+        """`is_marked`: with a mark at its end."""
+        self._read.append((message, is_marked))
         role = message.role
-        if not self._parts or self._parts[-1][0].role != role or role == "tool":
-            self._parts.append([])
-        self._parts[-1].append(message)
+        if not self.parts or self.parts[-1][0].role != role or role == "tool":
+            self.parts.append([])
+        self.parts[-1].append(message)
+        if is_marked:
+            self.places.append((len(self.parts) - 1, len(self.parts[-1])))
 
     def read(self, value: Any, param: str) -> None:
         """A message, with what was made of it if that is known."""
@@ -96,7 +111,7 @@ class _Reader:
         else:
             parts, marks = value.made
             for each in parts:
-                self.add(each)
+                self.add(*each)
             self.marks += marks
 
     def _message(self, value: Any, param: str) -> None:
@@ -155,9 +170,10 @@ class _Reader:
             return
         for block, where in self._blocks(value, param, ("text", "tool_result")):
             if block["type"] == "text":
-                self.add(Message("user", self._of_text(block, where)))
+                message = Message("user", self._of_text(block, where))
             else:
-                self.add(self._result(block, where))
+                message = self._result(block, where)
+            self.add(message, "cache_control" in block)
 
     def _result(self, block: dict[str, Any], param: str) -> Message:
         call_id = _string(block, "tool_use_id", param)
@@ -181,7 +197,7 @@ class _Reader:
         if not blocks:
             self.add(Message("assistant"))
         for block, where in blocks:
-            self.add(parts[block["type"]](block, where))
+            self.add(parts[block["type"]](block, where), "cache_control" in block)
 
 
 def _thinking(block: dict[str, Any], param: str) -> Message:

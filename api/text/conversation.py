@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 import xxhash
@@ -78,6 +78,13 @@ class Conversation:
     variables: Mapping[str, Any] = field(default_factory=dict)
 
 
+MAX_MARKS: Final = 4
+"""Of a conversation, as Anthropic allows: a place is looked for by rendering all of it."""
+
+Mark: TypeAlias = tuple[int, int | None]
+"""A place in a conversation: a message, and so many characters of its text, or all."""
+
+
 class Known(dict[str, Any]):
     """A message as a client gave it, which may come again: the same object, that nobody changes.
 
@@ -139,6 +146,21 @@ def _known(value: Any, param: str, place: int) -> Message:
         value.made = _message(value, f"{param}[{place}]")
     found: Message = value.made
     return found
+
+
+def read_marks(messages: Sequence[Mapping[str, Any]]) -> list[Mark]:
+    """The ends of messages that were read, and of parts in them, which have a `cache_control`."""
+    marks: list[Mark] = []
+    for i, message in enumerate(messages):
+        content, num_chars = message.get("content"), 0
+        for part in content if isinstance(content, list) else ():
+            num_chars += len(part[part["type"]])
+            if part.get("cache_control"):
+                marks.append((i, num_chars))
+            num_chars += 1  # the line's end
+        if message.get("cache_control"):
+            marks.append((i, None))
+    return marks
 
 
 def _message(value: Any, param: str) -> Message:

@@ -79,12 +79,14 @@ NO_TERMS: Final = QueueTerms()
 class Messages(NamedTuple):
     """Digests of the messages that a prompt was rendered from. `has_system`: the first is a system's.
 
-    `changed`: the line at its head by which that differs from an earlier one; a client's text.
+    `changed`: the line at its head by which that differs from an earlier one; a client's text. `places`: the
+    tokens up to each that its client marked.
     """
 
     digests: tuple[int, ...] = ()
     has_system: bool = False
     changed: str = ""
+    places: tuple[int, ...] = ()
 
 
 NO_MESSAGES: Final = Messages()
@@ -207,6 +209,7 @@ class GenerateJob(_PromptJob):
     stream: int = 0  # of draws: the number of its first branch in the request that it was
     retain: tuple[RetainSpan, ...] = ()
     affinity: int = 0
+    places: tuple[int, ...] = ()  # where others may go on from its prompt
 
     @property
     def operation(self) -> str:
@@ -240,6 +243,7 @@ class GenerateJob(_PromptJob):
             keep_s=self.keep_s,
             retain=self.retain,
             holders=holders,
+            places=self.places,
         )
 
 
@@ -268,6 +272,7 @@ class PrefillJob(_PromptJob):
     holders: tuple[Holder, ...] = ()
     nonce: str = ""
     makes: CapsuleId | None = None
+    places: tuple[int, ...] = ()  # as of a `GenerateJob`
 
     @property
     def salt(self) -> Scope:
@@ -294,6 +299,7 @@ class PrefillJob(_PromptJob):
             continuation=self.continuation,
             retain=self.retain,
             holders=(*self.holders, *holders)[:MAX_HOLDERS],
+            places=self.places,
         )
 
     def abandon(self, request: RequestId, rows: Collection[int], *, is_all: bool) -> list[Command]:

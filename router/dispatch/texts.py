@@ -323,6 +323,7 @@ class TokenLog:
             keep_s=job.keep_s,
             stream=left.branch - self._first_branch - row,
             retain=job.retain,
+            places=job.places if isinstance(job, GenerateJob) else (),
         )
 
     def _suffix(self, row: int) -> Tokens:

@@ -335,7 +335,7 @@ def test_drafts_need_no_free_state(monkeypatch: pytest.MonkeyPatch) -> None:
     before = teller.num_steps
     teller.run(command)
     assert teller.answers()["r", 0] == plain.answers()["r", 0]
-    assert teller.num_steps - before < 14
+    assert teller.num_steps - before < 19  # a block of 4 a step
 
 
 def test_ended_branches_are_forgotten() -> None:

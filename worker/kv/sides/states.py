@@ -37,7 +37,11 @@ NO_STATE: Final = -1
 """In a row's table, the slot of a text without tokens."""
 
 EVERY_BLOCKS: Final = 32
+<<<<<<< HEAD
 """Decodes leave a state behind each so many blocks at least, and chunks of a prompt end there."""
+=======
+"""Decodes leave a state behind each so many blocks at least, and chunks of a prompt and drafts end there."""
+>>>>>>> part-places
 
 PASSING: Final = frozenset[Reason | None](("answer", "cadence"))
 """Reasons of states that are given up before all others."""
@@ -63,14 +67,16 @@ class State:
 class StatePart:
     """A node's states, by the number of tokens that each is after.
 
-    `target` is the slot that the next pass of the node's one holder writes.
+    `target` is the slot that the next pass of the node's one holder writes; `answer` the last end of a block
+    that it drew on to, no event of which has told.
     """
 
-    __slots__ = ("states", "target")
+    __slots__ = ("answer", "states", "target")
 
     def __init__(self) -> None:
         self.states: dict[int, State] = {}
         self.target: int | None = None
+        self.answer: int | None = None
 
     def table(self, node: Node, place: int, block_size: int) -> BlockTable:
         """The slot that a pass reads, and the one that it writes; NO_STATE where there is none."""
@@ -138,12 +144,23 @@ class StateGroup(SideGroup):
         return num_tokens // self._block_size * self._block_size
 
     def places(self, begin: int, end: int, num_known: int, named: Sequence[int]) -> Places:
+<<<<<<< HEAD
         """The last named places, the end of known text, and where a repeat of the text begins to compute.
 
         Each takes a slot until it is given up.
         """
         most, last = max(1, self.pool.num_blocks // NAMED_SHARE), self.aligned_len(end - 1)
         places: Places = {self.aligned_len(at): "named" for at in sorted(named)[-most:]}
+=======
+        """Named places, the end of known text, and where a repeat of the text begins to compute.
+
+        Each takes a slot until it is given up. Of many named ones it is the first: most prompts share these.
+        """
+        last = self.aligned_len(end - 1)
+        wanted = sorted({self.aligned_len(at) for at in named if begin < self.aligned_len(at)})
+        most = max(1, self.pool.num_blocks // NAMED_SHARE)
+        places: Places = dict.fromkeys(wanted[:most], "named")
+>>>>>>> part-places
         places |= {num_known: "branching", last: "end"}
         return {at: reason for at, reason in places.items() if begin < at <= last}
 
@@ -213,12 +230,19 @@ class StateGroup(SideGroup):
         if end % self._block_size:
             reason = None
         else:
+<<<<<<< HEAD
             if end % self._every == 0 and reason in (None, "answer"):
                 reason = "cadence"
             reason = reason or ("cadence" if num_tokens > 1 else "answer")
             for at, last in list(part.states.items()):
                 if last.reason == "answer" and last.value is None:
                     self._drop(node, at)
+=======
+            reason = reason or ("cadence" if num_tokens > 1 else "answer")
+            if reason == "answer" and end % self._every == 0:
+                reason = "cadence"
+            self._drop_answer(node, part)
+>>>>>>> part-places
         behind = part.states.get(before)
         part.states[end] = State(part.target, reason)
         part.target = None
@@ -228,9 +252,22 @@ class StateGroup(SideGroup):
         if behind.reason is None or not node.hashes:
             self._drop(node, before)
         elif behind.reason == "answer":
+<<<<<<< HEAD
             self._passing[behind.slot] = (node, before)
         else:
             self._keep(node, before)
+=======
+            part.answer = before
+            self._passing[behind.slot] = (node, before)
+        else:
+            self._keep(node, before)
+
+    def _drop_answer(self, node: Node, part: StatePart) -> None:
+        """The answer of `node` has come to a later place."""
+        at, part.answer = part.answer, None
+        if at is not None and at in part.states and part.states[at].value is None:
+            self._drop(node, at)
+>>>>>>> part-places
 
     def _keep(self, node: Node, at: int) -> None:
         """The state of `node` after `at` tokens, the end of a block, is cache from now on, and announced."""
@@ -240,7 +277,7 @@ class StateGroup(SideGroup):
 
     def _announce(self, node: Node, at: int) -> None:
         state, place = self._part(node).states[at], (at - node.base) // self._block_size - 1
-        if state.value is None and 0 <= place < len(node.hashes):
+        if state.value is None and state.reason is not None and 0 <= place < len(node.hashes):
             state.value = node.hashes[place]
             self.announced.add((state.value,))
 
@@ -248,9 +285,16 @@ class StateGroup(SideGroup):
         """Nothing to do: states are announced when others may go on from them."""
 
     def final(self, node: Node) -> None:
+<<<<<<< HEAD
         at = self.aligned_len(node.end)
         if at in self._part(node).states:
             self._announce(node, at)
+=======
+        part = self._part(node)
+        for at in (node.end, part.answer):
+            if at is not None and at in part.states:
+                self._announce(node, at)
+>>>>>>> part-places
 
     def changed(self, node: Node) -> None:
         part, at = self._part(node), node.end
@@ -276,9 +320,11 @@ class StateGroup(SideGroup):
         self.changed(parent)
 
     def cut(self, node: Node, num_blocks: int) -> None:
-        end = node.base + num_blocks * self._block_size
-        for at in [at for at in self._part(node).states if at > end]:
+        part, end = self._part(node), node.base + num_blocks * self._block_size
+        for at in [at for at in part.states if at > end]:
             self._drop(node, at)
+        if part.answer is not None and part.answer > end:
+            part.answer = None
 
     def split(self, node: Node, upper: Node, num_blocks: int) -> None:
         above, own = self._part(upper), self._part(node)
