@@ -317,12 +317,6 @@ class BlockBudget:
             num_tokens = min(num_tokens, size - node.end % size - pending)
         if branch.room - branch.length >= num_tokens:
             return num_tokens
-<<<<<<< HEAD
-=======
-        tree, node, pending = self._tree, node_of(branch), branch.num_pending
-        size, end = tree.block_size, node.end
-        num_tokens = tree.chunk(end, pending + num_tokens, {}) - pending  # as decodes, to a state
->>>>>>> part-places
         found = node.base + len(node.blocks) * size - branch.length
         if found < num_tokens and (free := tree.num_free_after(node)):
             found += min(-(-(num_tokens - found) // size), free) * size

@@ -37,11 +37,7 @@ NO_STATE: Final = -1
 """In a row's table, the slot of a text without tokens."""
 
 EVERY_BLOCKS: Final = 32
-<<<<<<< HEAD
 """Decodes leave a state behind each so many blocks at least, and chunks of a prompt end there."""
-=======
-"""Decodes leave a state behind each so many blocks at least, and chunks of a prompt and drafts end there."""
->>>>>>> part-places
 
 PASSING: Final = frozenset[Reason | None](("answer", "cadence"))
 """Reasons of states that are given up before all others."""
@@ -144,14 +140,6 @@ class StateGroup(SideGroup):
         return num_tokens // self._block_size * self._block_size
 
     def places(self, begin: int, end: int, num_known: int, named: Sequence[int]) -> Places:
-<<<<<<< HEAD
-        """The last named places, the end of known text, and where a repeat of the text begins to compute.
-
-        Each takes a slot until it is given up.
-        """
-        most, last = max(1, self.pool.num_blocks // NAMED_SHARE), self.aligned_len(end - 1)
-        places: Places = {self.aligned_len(at): "named" for at in sorted(named)[-most:]}
-=======
         """Named places, the end of known text, and where a repeat of the text begins to compute.
 
         Each takes a slot until it is given up. Of many named ones it is the first: most prompts share these.
@@ -160,7 +148,6 @@ class StateGroup(SideGroup):
         wanted = sorted({self.aligned_len(at) for at in named if begin < self.aligned_len(at)})
         most = max(1, self.pool.num_blocks // NAMED_SHARE)
         places: Places = dict.fromkeys(wanted[:most], "named")
->>>>>>> part-places
         places |= {num_known: "branching", last: "end"}
         return {at: reason for at, reason in places.items() if begin < at <= last}
 
@@ -230,19 +217,10 @@ class StateGroup(SideGroup):
         if end % self._block_size:
             reason = None
         else:
-<<<<<<< HEAD
-            if end % self._every == 0 and reason in (None, "answer"):
-                reason = "cadence"
-            reason = reason or ("cadence" if num_tokens > 1 else "answer")
-            for at, last in list(part.states.items()):
-                if last.reason == "answer" and last.value is None:
-                    self._drop(node, at)
-=======
             reason = reason or ("cadence" if num_tokens > 1 else "answer")
             if reason == "answer" and end % self._every == 0:
                 reason = "cadence"
             self._drop_answer(node, part)
->>>>>>> part-places
         behind = part.states.get(before)
         part.states[end] = State(part.target, reason)
         part.target = None
@@ -252,11 +230,6 @@ class StateGroup(SideGroup):
         if behind.reason is None or not node.hashes:
             self._drop(node, before)
         elif behind.reason == "answer":
-<<<<<<< HEAD
-            self._passing[behind.slot] = (node, before)
-        else:
-            self._keep(node, before)
-=======
             part.answer = before
             self._passing[behind.slot] = (node, before)
         else:
@@ -267,7 +240,6 @@ class StateGroup(SideGroup):
         at, part.answer = part.answer, None
         if at is not None and at in part.states and part.states[at].value is None:
             self._drop(node, at)
->>>>>>> part-places
 
     def _keep(self, node: Node, at: int) -> None:
         """The state of `node` after `at` tokens, the end of a block, is cache from now on, and announced."""
@@ -285,16 +257,10 @@ class StateGroup(SideGroup):
         """Nothing to do: states are announced when others may go on from them."""
 
     def final(self, node: Node) -> None:
-<<<<<<< HEAD
-        at = self.aligned_len(node.end)
-        if at in self._part(node).states:
-            self._announce(node, at)
-=======
         part = self._part(node)
         for at in (node.end, part.answer):
             if at is not None and at in part.states:
                 self._announce(node, at)
->>>>>>> part-places
 
     def changed(self, node: Node) -> None:
         part, at = self._part(node), node.end
