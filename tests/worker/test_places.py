@@ -74,11 +74,7 @@ def test_what_a_long_prompt_leaves_on_its_way_pushes_no_other_place_out(
     """Also if that was used longer ago; a place that was gone on from is as good as a named one."""
     monkeypatch.setattr(model, "MIN_STATES", 12)
     bench = make(400, max_step_tokens=64, max_answer_capsules=0)
-<<<<<<< HEAD
-    bench.run(generate("a", [*text(200), 50, *text(400)], places=(200, 100, 1)))
-=======
     bench.run(generate("a", [*text(200), 50, *text(400)], places=(1, 200, 500)))
->>>>>>> part-places
     assert {*states(bench).num_by_reason()} >= {"named", "end", "cadence"}
     for i, left in enumerate((60, 61)):
         bench.run(generate(f"long{i}", [left, *text(3000)]))

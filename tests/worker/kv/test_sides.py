@@ -29,11 +29,7 @@ from mallee.worker.kv.tree import BranchTree
 from support.examples import examples
 
 SIZE = 4
-<<<<<<< HEAD
-REASONS: tuple[Reason | None, ...] = (None, None, "named", "end")
-=======
 REASONS: tuple[Reason | None, ...] = (None, "answer", "named", "end")
->>>>>>> part-places
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=11)
 
 
