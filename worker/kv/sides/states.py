@@ -214,6 +214,8 @@ class StateGroup(SideGroup):
         part, end = self._part(node), node.end
         assert part.target is not None, f"{node} was computed without room for its state"
         before = end - num_tokens
+        if before in part.states:
+            self._passed(node, part, before)
         if end % self._block_size:
             reason = None
         else:
@@ -221,19 +223,20 @@ class StateGroup(SideGroup):
             if reason == "answer" and end % self._every == 0:
                 reason = "cadence"
             self._drop_answer(node, part)
-        behind = part.states.get(before)
         part.states[end] = State(part.target, reason)
         part.target = None
         self.version += 1
-        if behind is None:
-            return
-        if behind.reason is None or not node.hashes:
-            self._drop(node, before)
-        elif behind.reason == "answer":
-            part.answer = before
-            self._passing[behind.slot] = (node, before)
+
+    def _passed(self, node: Node, part: StatePart, at: int) -> None:
+        """The text of `node` goes on after `at` tokens."""
+        state = part.states[at]
+        if state.reason is None or not node.hashes:
+            self._drop(node, at)
+        elif state.reason == "answer":
+            part.answer = at
+            self._passing[state.slot] = (node, at)
         else:
-            self._keep(node, before)
+            self._keep(node, at)
 
     def _drop_answer(self, node: Node, part: StatePart) -> None:
         """The answer of `node` has come to a later place."""
