@@ -1,7 +1,7 @@
 """The gated delta rule of recurrent layers, in torch: on any device, and the reference of others.
 
-A value head's state S, [key_dim, value_dim], takes a token's key k and value v by S <- a S, then
-S <- S + k (b (v - k S)), for its decay a in (0, 1) and its rate b in (0, 1); the token's output is q S.
+A value head's state S, [value_dim, key_dim], takes a token's key k and value v by S <- a S, then
+S <- S + b (v - S k) k^T, for its decay a in (0, 1) and its rate b in (0, 1); the token's output is S q.
 Before that queries, keys and values are convolved over the last few tokens. All of it is float32.
 
 One token a row is computed as it is written. More are taken by turns of `FOLD` tokens, in whose products the
@@ -111,11 +111,11 @@ class DeltaRule:
         """One token for each of `read`."""
         q, k, v, decay, beta = parts
         state = matrices.index_select(0, read).mul_(decay.exp()[..., None, None])
-        missing = (v - (k.unsqueeze(-2) @ state).squeeze(-2)) * beta.unsqueeze(-1)
+        missing = (v - (state @ k.unsqueeze(-1)).squeeze(-1)) * beta.unsqueeze(-1)
         flat = state.flatten(0, 1)
-        flat.baddbmm_(k.flatten(0, 1).unsqueeze(-1), missing.flatten(0, 1).unsqueeze(-2))
+        flat.baddbmm_(missing.flatten(0, 1).unsqueeze(-1), k.flatten(0, 1).unsqueeze(-2))
         matrices.index_copy_(0, written, state)
-        return (q.unsqueeze(-2) @ state).squeeze(-2)
+        return (state @ q.unsqueeze(-1)).squeeze(-1)
 
     def _long(
         self,
@@ -151,9 +151,9 @@ class DeltaRule:
         for count in folds.counts:
             turn = slice(begin, begin + count)
             before = state[:count]
-            learned = news[turn] - seen[turn] @ before
-            answers.append(q[turn] @ before + own[turn] @ learned)
-            state[:count] = before * rest[turn] + k[turn].mT @ learned
+            learned = news[turn] - seen[turn] @ before.mT
+            answers.append(q[turn] @ before.mT + own[turn] @ learned)
+            state[:count] = before * rest[turn] + learned.mT @ k[turn]
             begin += count
         matrices.index_copy_(0, folds.written.index_select(0, folds.long_rows), state)
         found = torch.cat(answers).transpose(1, 2).flatten(0, 1)

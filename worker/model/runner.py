@@ -221,7 +221,7 @@ class TorchForward:
             fold=self._fold,
         )
         self._is_whole = True  # whether its weights are those of one version
-        self._padding = padding_row(sizes)
+        self._padding = padding_row(spec.groups, sizes)
         self._graph_options = graphs
         self._graphs = self._recorded()
         is_cuda = torch.device(self._device).type == "cuda"
@@ -232,9 +232,6 @@ class TorchForward:
         if options is None:
             return None
         if options.device is None and torch.device(self._device).type != "cuda":
-            return None
-        if self.spec.has_states:
-            log.info("no CUDA graphs: steps of recurrent layers are not recorded yet")
             return None
         if not isinstance(attention, FlashInferAttention) or attention.is_deterministic:
             log.info(
@@ -248,6 +245,7 @@ class TorchForward:
             plan=self._plan,
             padding=self._padding,
             groups=self._windows,
+            fold=self._fold,
             max_blocks=min(self.num_blocks, -(-self.spec.max_model_len // self.block_size)),
             block_size=self.block_size,
         )

@@ -28,7 +28,7 @@ tokens."""
 class LayerStates(NamedTuple):
     """The states of one layer by slot, as views."""
 
-    matrices: torch.Tensor  # [slots, num_value_heads, key_dim, value_dim], float32
+    matrices: torch.Tensor  # [slots, num_value_heads, value_dim, key_dim], float32
     inputs: torch.Tensor  # [slots, conv_width - 1, conv_inputs]: the last token's last
 
 
@@ -43,7 +43,7 @@ def layer_states(
         matrices, inputs = (
             memory[:, begin : begin + size] for begin, size in zip(begins, sizes, strict=True)
         )
-        heads = (shape.num_value_heads, shape.key_dim, shape.value_dim)
+        heads = (shape.num_value_heads, shape.value_dim, shape.key_dim)
         found.append(
             LayerStates(
                 matrices=matrices.view(torch.float32).view(slots, *heads),
@@ -74,6 +74,18 @@ class Folds(NamedTuple):
     counts: tuple[int, ...]  # rows in each turn
     verified: torch.Tensor  # tokens of rows of which several logits are wanted (`Forward.refold`)
     begins: Mapping[int, int]  # of these rows' tokens among them, by slot written
+
+    def first(self, num_rows: int) -> "Folds":
+        """Those of the first rows, of rows of one token each."""
+        width = len(self.before) // len(self.read) + 1
+        return self._replace(
+            read=self.read[:num_rows],
+            written=self.written[:num_rows],
+            before=self.before[: num_rows * (width - 1)],
+            inputs=self.inputs[:num_rows],
+            after=self.after[: num_rows * (width - 1)],
+            length=num_rows * width,
+        )
 
     @property
     def is_single(self) -> bool:

@@ -27,7 +27,7 @@ from support.late_device import LateDevice, LateGraphs
 from support.recorded_graphs import RecordedGraphs
 from support.splits import block_reads, watch_splits
 
-FAMILIES = ("llama", "qwen3", "gemma3_text")
+FAMILIES = ("llama", "qwen3", "gemma3_text", "qwen3_5_text")
 BLOCK = 4
 NUM_BLOCKS = 300
 SAMPLED = Sampling(temperature=1.0)
@@ -79,7 +79,7 @@ class Pair:
         self.runs = [sequences(self.graphed), sequences(self.eager)]
         groups = self.graphed.spec.groups
         blocks = [group.num_blocks(NUM_BLOCKS, BLOCK) for group in groups] or [NUM_BLOCKS]
-        self.padding = padding_row(blocks)
+        self.padding = padding_row(groups, blocks)
 
     def step(
         self, new: Sequence[tuple[str, list[int]]], forks: Sequence[tuple[str, str]] = ()

@@ -29,8 +29,10 @@ import numpy as np
 import torch
 from msgspec import structs
 
+from mallee.protocol.model import GroupSpec
 from mallee.worker.forward import Row
 from mallee.worker.kv.node import BlockTable
+from mallee.worker.kv.sides.states import NO_STATE
 from mallee.worker.memory.budget import GRAPHS, MIB
 from mallee.worker.model.attention.base import NEVER_SHARED, split_batch
 from mallee.worker.model.attention.flashinfer import FlashInferAttention
@@ -38,6 +40,7 @@ from mallee.worker.model.decoder import Decoder, LayerMemory
 from mallee.worker.model.graphs.device import CudaGraphs, Graph, GraphDevice
 from mallee.worker.model.graphs.tables import FixedDecode, FixedTables
 from mallee.worker.model.plan import Plan
+from mallee.worker.model.states import Folds
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +83,7 @@ class Places(NamedTuple):
     positions: torch.Tensor  # [rows]
     slots: torch.Tensor  # [rows]
     window_slots: Mapping[int | None, torch.Tensor]  # [rows] each
+    folds: Folds | None  # of rows of one token
     outputs: torch.Tensor  # [rows] 0, 1, ...
     logits: torch.Tensor  # [rows, vocab]
 
@@ -90,6 +94,7 @@ class Places(NamedTuple):
             self.positions[:num_rows],
             self.slots[:num_rows],
             {window: slots[:num_rows] for window, slots in self.window_slots.items()},
+            None if self.folds is None else self.folds.first(num_rows),
             self.outputs[:num_rows],
             self.logits[:num_rows],
         )
@@ -101,6 +106,10 @@ class Places(NamedTuple):
         self.slots.copy_(plan.slots)
         for window, slots in self.window_slots.items():
             slots.copy_(plan.window_slots[window])
+        if self.folds is not None:
+            assert plan.folds is not None, "a plan without states"
+            self.folds.read.copy_(plan.folds.read)
+            self.folds.written.copy_(plan.folds.written)
 
 
 class Model(NamedTuple):
@@ -115,6 +124,7 @@ class Model(NamedTuple):
     plan: Callable[..., Plan]
     padding: Row
     groups: Sequence[int | None]  # windows that have blocks of their own
+    fold: Callable[[Sequence[Row]], Folds] | None  # as in `make_plan`
     max_blocks: int  # of a row
     block_size: int
 
@@ -174,6 +184,7 @@ class DecodeGraph:
             positions=places.positions,
             slots=places.slots,
             window_slots=places.window_slots,
+            folds=places.folds,
             outputs=places.outputs,
         )
         decoder, layers = self._model.decoder, self._model.layers
@@ -356,9 +367,12 @@ def padded_size(num_rows: int) -> int:
     return 1 << (num_rows - 1).bit_length()
 
 
-def padding_row(blocks: Sequence[int]) -> Row:
-    """A row of one token at the beginning of `blocks`, by group of layers."""
-    table, *sides = (np.array([block], dtype=np.int32) for block in blocks)
+def padding_row(groups: Sequence[GroupSpec], blocks: Sequence[int]) -> Row:
+    """A row of one token at the beginning of `blocks`, by group of layers; a state is written."""
+    table, *sides = (
+        np.array([NO_STATE, block] if group.kind == "state" else [block], dtype=np.int32)
+        for group, block in zip(groups, blocks, strict=True)
+    )
     return Row(np.zeros(1, dtype=np.uint32), 0, table, 1, tuple(sides))
 
 
@@ -371,7 +385,8 @@ def reading_row(model: Model, depth: int, number: int) -> Row:
         return np.append(blocks[: depth - 1], padding).astype(np.int32)
 
     padding = model.padding
-    sides = tuple(table(own) for own in padding.sides)
+    num = len(model.groups)
+    sides = (*map(table, padding.sides[:num]), *padding.sides[num:])  # windows, states
     start = (depth - 1) * model.block_size
     return structs.replace(padding, start=start, table=table(padding.table), sides=sides)
 
@@ -393,7 +408,8 @@ def _room(model: Model, num_rows: int) -> tuple[Places, dict[int, FixedTables]]:
     logits = torch.zeros(num_rows, config.vocab_size, dtype=table.dtype, device=device)
     slots = {window: ids() for window in model.groups}
     outputs = torch.arange(num_rows, device=device)
-    return Places(ids(), ids(), ids(), slots, outputs, logits), tables
+    folds = None if model.fold is None else model.fold([model.padding] * num_rows)
+    return Places(ids(), ids(), ids(), slots, folds, outputs, logits), tables
 
 
 def _reason_of(error: Exception) -> str:
