@@ -53,7 +53,7 @@ def interpreted() -> SimpleNamespace:
 
     _round_as_hardware()
     kernels = {
-        name: Interpreted(getattr(fused, name)) for name in ("norm", "gate", "place", "round_rows")
+        name: Interpreted(getattr(fused, name)) for name in fused.__all__ if name[0].islower()
     }
     return SimpleNamespace(**kernels, TritonError=fused.TritonError)
 

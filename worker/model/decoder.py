@@ -67,7 +67,9 @@ class Decoder:
         self.tap: Tap | None = None
         self._attention = attention
         self._ops = ops
-        self._delta = None if config.delta is None else DeltaRule(config.delta, config.norm_eps)
+        self._delta = (
+            None if config.delta is None else DeltaRule(config.delta, config.norm_eps, ops)
+        )
         self._verified: dict[int, torch.Tensor] = {}  # by recurrent layer, of the last pass
         table = weights.embedding
         self._embedding_scale = None

@@ -1,12 +1,13 @@
-"""The gated delta rule of recurrent layers, in torch: on any device, and the reference of others.
+"""The gated delta rule of recurrent layers, in torch but for `Ops.fold`: on any device.
 
 A value head's state S, [value_dim, key_dim], takes a token's key k and value v by S <- a S, then
 S <- S + b (v - S k) k^T, for its decay a in (0, 1) and its rate b in (0, 1); the token's output is S q.
 Before that queries, keys and values are convolved over the last few tokens. All of it is float32.
 
-One token a row is computed as it is written. More are taken by turns of `FOLD` tokens, in whose products the
-updates of a turn are condensed (the UT transform of Yang et al., Gated Delta Networks, 2024): the same sums
-in another order.
+One token a row is computed as it is written (`Ops.fold`). More are taken by turns of `FOLD` tokens, in whose
+products the updates of a turn are condensed (the UT transform of Yang et al., Gated Delta Networks, 2024):
+the same sums in another order. FlashInfer has kernels for both, which read and write slots. They were left
+out: they bring CUTLASS's Python package, and on Hopper take no slots that lie apart, as ours do.
 """
 
 from typing import TypeAlias
@@ -16,6 +17,7 @@ from torch.nn.functional import pad, silu, softplus
 
 from mallee.worker.model.config import DeltaShape
 from mallee.worker.model.loading.weights import LayerWeights
+from mallee.worker.model.ops import Ops
 from mallee.worker.model.states import Folds, LayerStates
 
 _NORM_EPS = 1e-6  # of queries and keys
@@ -28,11 +30,12 @@ _Parts: TypeAlias = tuple[torch.Tensor, ...]
 class DeltaRule:
     """The recurrent layers' part of a decoder, between their products. Holds nothing between calls."""
 
-    __slots__ = ("_eps", "_shape")
+    __slots__ = ("_eps", "_ops", "_shape")
 
-    def __init__(self, shape: DeltaShape, norm_eps: float) -> None:
+    def __init__(self, shape: DeltaShape, norm_eps: float, ops: Ops) -> None:
         self._shape = shape
         self._eps = norm_eps
+        self._ops = ops
 
     def __call__(
         self, mixed: torch.Tensor, layer: LayerWeights, folds: Folds, states: LayerStates
@@ -63,17 +66,13 @@ class DeltaRule:
         decay = layer.decay[0] * softplus(a + layer.decay[1])  # the logarithm
         parts = (q * own.key_dim**-0.5, k, v, decay, b.sigmoid())
         if folds.is_single:
-            return self._single(parts, folds.read, folds.written, states.matrices)
+            return self._single(parts, folds.read, folds.written, states)
         out = q.new_empty(n + 1, heads, own.value_dim)  # the last is that of no token
         self._long(parts, folds, states.matrices, out)
         if len(folds.singles):
             own_parts = tuple(x.index_select(0, folds.singles) for x in parts)
-            read, written = (
-                x.index_select(0, folds.single_rows) for x in (folds.read, folds.written)
-            )
-            out.index_copy_(
-                0, folds.singles, self._single(own_parts, read, written, states.matrices)
-            )
+            slots = [x.index_select(0, folds.single_rows) for x in (folds.read, folds.written)]
+            out.index_copy_(0, folds.singles, self._single(own_parts, slots[0], slots[1], states))
         return out[:n]
 
     def _convolved(
@@ -102,20 +101,19 @@ class DeltaRule:
         return unit.repeat_interleave(own.num_value_heads // own.num_key_heads, 1)
 
     def _single(
-        self,
-        parts: _Parts,
-        read: torch.Tensor,
-        written: torch.Tensor,
-        matrices: torch.Tensor,
+        self, parts: _Parts, read: torch.Tensor, written: torch.Tensor, states: LayerStates
     ) -> torch.Tensor:
-        """One token for each of `read`."""
-        q, k, v, decay, beta = parts
-        state = matrices.index_select(0, read).mul_(decay.exp()[..., None, None])
-        missing = (v - (state @ k.unsqueeze(-1)).squeeze(-1)) * beta.unsqueeze(-1)
-        flat = state.flatten(0, 1)
-        flat.baddbmm_(missing.flatten(0, 1).unsqueeze(-1), k.flatten(0, 1).unsqueeze(-2))
-        matrices.index_copy_(0, written, state)
-        return (state @ q.unsqueeze(-1)).squeeze(-1)
+        q, k, v, decay, rate = parts
+        return self._ops.fold(
+            q,
+            k,
+            v,
+            decay=decay,
+            rate=rate,
+            read=read,
+            written=written,
+            matrices=states.matrices,
+        )
 
     def _long(
         self,
@@ -128,7 +126,7 @@ class DeltaRule:
         num, width = folds.turns.shape
         flat = folds.turns.flatten()
         # [turns, heads, tokens, ...]; tokens that fill a turn up change nothing: they learn at rate 0.
-        q, k, v, decay, beta = (
+        q, k, v, decay, rate = (
             pad(x, [0, 0] * (x.dim() - 1) + [0, 1])
             .index_select(0, flat)
             .view(num, width, *x.shape[1:])
@@ -137,7 +135,7 @@ class DeltaRule:
         )
         total = decay.cumsum(-1)
         among = (total.unsqueeze(-1) - total.unsqueeze(-2)).tril().exp().tril()
-        k_learned, v_learned = k * beta.unsqueeze(-1), v * beta.unsqueeze(-1)
+        k_learned, v_learned = k * rate.unsqueeze(-1), v * rate.unsqueeze(-1)
         system = (k_learned @ k.mT) * among
         own = (q @ k.mT) * among
         both = torch.cat((v_learned, k_learned * total.exp().unsqueeze(-1)), -1)

@@ -106,6 +106,31 @@ class Ops:
         write(memory, slots, kv, kv_scales)
         return turned
 
+    def fold(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        decay: torch.Tensor,
+        rate: torch.Tensor,
+        read: torch.Tensor,
+        written: torch.Tensor,
+        matrices: torch.Tensor,
+    ) -> torch.Tensor:
+        """Fold a token of each row into its state by the gated delta rule (`delta.py`); the states' answers.
+
+        q, k [rows, heads, key_dim], v [rows, heads, value_dim], decay (its logarithm) and rate [rows, heads];
+        states are read and written at slots of matrices [slots, heads, value_dim, key_dim]; the result is
+        [rows, heads, value_dim]. All numbers are float32.
+        """
+        state = matrices.index_select(0, read).mul_(decay.exp()[..., None, None])
+        missing = (v - (state @ k.unsqueeze(-1)).squeeze(-1)) * rate.unsqueeze(-1)
+        flat = state.flatten(0, 1)
+        flat.baddbmm_(missing.flatten(0, 1).unsqueeze(-1), k.flatten(0, 1).unsqueeze(-2))
+        matrices.index_copy_(0, written, state)
+        return (state @ q.unsqueeze(-1)).squeeze(-1)
+
     def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         """activation(gate) * up, from both side by side: [n, 2 * inner] -> [n, inner]."""
         gate, up = gate_up.chunk(2, -1)

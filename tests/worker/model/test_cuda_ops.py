@@ -268,10 +268,12 @@ def test_kernels_are_tried_before_they_serve(monkeypatch: pytest.MonkeyPatch) ->
         choose_ops(config, **options)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(sys.modules, FUSED, found)  # type: ignore[arg-type]
-    for own in (config, random_model("llama").config, random_model("gemma3_text").config):
+    hybrid = random_model("qwen3_5_text").config
+    for own in (config, random_model("llama").config, random_model("gemma3_text").config, hybrid):
         assert type(choose_ops(own, **options)) is CudaOps
 
-    for name in ("norm", "gate", "place", "round_rows"):
+    for name in ("norm", "gate", "place", "round_rows", "fold"):
+        config = hybrid if name == "fold" else config
         broken = SimpleNamespace(**{**vars(found), name: Lazy()})
         monkeypatch.setitem(sys.modules, FUSED, broken)  # type: ignore[arg-type]
         with pytest.raises(
@@ -288,6 +290,34 @@ def test_kernels_are_tried_before_they_serve(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ConfigError, match=says):
         choose_backend(wide, **options, flashinfer=flashinfer_emulator)
     assert type(choose_backend(wide, **options, uses_kernels=False).ops) is Ops
+
+
+@examples(30)
+@given(ROWS, st.sampled_from([1, 3, 8]), st.sampled_from([(32, 32), (128, 128), (24, 40)]))
+def test_tokens_are_folded_as_by_torch(
+    kernels: Kernels, n: int, heads: int, dims: tuple[int, int]
+) -> None:
+    """F11, part: slots that are no row's, and those that lie apart, stay; states of any size of head."""
+    value_dim, key_dim = dims
+    q, k = (kernels.random(n, heads, key_dim, seed=i) for i in range(2))
+    pool = kernels.random(2 * n + 1, heads * value_dim * key_dim + 16, seed=3)
+    pools = [pool, pool.clone()]
+    found = []
+    for ops, each in zip((kernels.ops, PLAIN), pools, strict=True):
+        matrices = each[:, : heads * value_dim * key_dim].view(-1, heads, value_dim, key_dim)
+        answers = ops.fold(
+            q,
+            torch.nn.functional.normalize(k, dim=-1),
+            kernels.random(n, heads, value_dim, seed=2),
+            decay=-kernels.random(n, heads, seed=4).abs(),
+            rate=kernels.random(n, heads, seed=5).sigmoid(),
+            read=torch.arange(n, device=kernels.device),
+            written=torch.arange(2 * n, n, -1, device=kernels.device),
+            matrices=matrices,
+        )
+        found.append(answers)
+    agrees(found[0], found[1])
+    agrees(pools[0], pools[1])
 
 
 # Whole models

@@ -17,6 +17,7 @@ MOST_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2, FLOAT8: 0.13}
 """By dtype of results, as a share of the largest: a sum in another order may round to the next number."""
 _GATE_BLOCK = 1024
 _HEAD_BLOCK = 8
+_VALUE_BLOCK = 32
 
 
 class KernelWrong(RuntimeError):
@@ -118,6 +119,44 @@ class CudaOps(Ops):
         )
         return turned
 
+    def fold(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        decay: torch.Tensor,
+        rate: torch.Tensor,
+        read: torch.Tensor,
+        written: torch.Tensor,
+        matrices: torch.Tensor,
+    ) -> torch.Tensor:
+        rows, heads, value_dim = v.shape
+        key_dim = q.shape[2]
+        assert matrices.stride()[1:] == (value_dim * key_dim, key_dim, 1)
+        out = torch.empty_like(v)
+        self._kernels.launch(
+            "fold",
+            (rows, heads, -(-value_dim // _VALUE_BLOCK)),
+            q.contiguous(),
+            k.contiguous(),
+            v.contiguous(),
+            decay.contiguous(),
+            rate.contiguous(),
+            read,
+            written,
+            matrices,
+            out,
+            slot_stride=matrices.stride(0),
+            heads=heads,
+            key_dim=key_dim,
+            value_dim=value_dim,
+            key_block=power_of_two(key_dim),
+            value_block=_VALUE_BLOCK,
+            num_warps=4,
+        )
+        return out
+
     def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         assert gate_up.is_contiguous()
         n, both = gate_up.shape
@@ -208,6 +247,28 @@ def _trials(
     gate_up = random(n, 2 * config.intermediate_size)
     bent = [which.gated(gate_up, config.activation) for which in (ops, plain)]
     yield "a gate", bent[0], bent[1]
+
+    if (delta := config.delta) is not None:
+        every, size = (n, delta.num_value_heads), (delta.value_dim, delta.key_dim)
+        q, k, v = (random(*every, dim, wide=True) for dim in (*size[1:] * 2, size[0]))
+        k = torch.nn.functional.normalize(k, dim=-1)
+        kept, slow = random(n + 1, *every[1:], *size, wide=True), random(*every, wide=True).abs()
+        states = [kept, kept.clone()]
+        found = [
+            which.fold(
+                q,
+                k,
+                v,
+                decay=-slow,
+                rate=torch.full(every, 0.5, device=device),
+                read=slots - 1,
+                written=slots,
+                matrices=matrices,
+            )
+            for which, matrices in zip((ops, plain), states, strict=True)
+        ]
+        yield "answers of states", found[0], found[1]
+        yield "folded states", states[0], states[1]
 
     if config.quantization is not None:
         rounded = Rounding(ops.kernels)(x), Rounding()(x)

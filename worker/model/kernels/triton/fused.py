@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton.errors import TritonError
 
-__all__ = ["TritonError", "gate", "norm", "place", "round_rows"]
+__all__ = ["TritonError", "fold", "gate", "norm", "place", "round_rows"]
 
 
 @triton.jit
@@ -152,6 +152,44 @@ def place(
     else:
         tl.store(line, low.to(memory.dtype.element_ty), mask=keeps)
         tl.store(line + half, high.to(memory.dtype.element_ty), mask=keeps)
+
+
+@triton.jit(do_not_specialize=["read", "written"])
+def fold(
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    decay: tl.tensor,
+    rate: tl.tensor,
+    read: tl.tensor,
+    written: tl.tensor,
+    matrices: tl.tensor,
+    out: tl.tensor,
+    slot_stride: tl.constexpr,
+    heads: tl.constexpr,
+    key_dim: tl.constexpr,
+    value_dim: tl.constexpr,
+    key_block: tl.constexpr,
+    value_block: tl.constexpr,
+) -> None:
+    """As `Ops.fold`, for `value_block` values of a row's head."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    key_at = tl.arange(0, key_block)
+    value_at = tl.program_id(2) * value_block + tl.arange(0, value_block)
+    has_key, has_value = key_at < key_dim, value_at < value_dim
+    inside = has_value[:, None] & has_key[None, :]
+    place = (head * value_dim + value_at[:, None]) * key_dim + key_at[None, :]
+    own = row * heads + head
+    query = tl.load(q + own * key_dim + key_at, mask=has_key, other=0.0)
+    key = tl.load(k + own * key_dim + key_at, mask=has_key, other=0.0)
+    value = tl.load(v + own * value_dim + value_at, mask=has_value, other=0.0)
+    state = tl.load(matrices + tl.load(read + row) * slot_stride + place, mask=inside, other=0.0)
+    state *= tl.exp(tl.load(decay + own))
+    missing = (value - tl.sum(state * key[None, :], 1)) * tl.load(rate + own)
+    state += missing[:, None] * key[None, :]
+    tl.store(matrices + tl.load(written + row) * slot_stride + place, state, mask=inside)
+    tl.store(out + own * value_dim + value_at, tl.sum(state * query[None, :], 1), mask=has_value)
 
 
 @triton.jit
