@@ -14,7 +14,9 @@ MIN_WINDOW_BLOCKS = 256
 STATE_SHARE = 64
 """A state group has a slot for this many of the full group's blocks: a thousand tokens of the usual ones."""
 MIN_STATES = 64
-"""Slots that a state group has at least, if the full group has as many blocks."""
+FEWEST_STATES = 16
+"""A state group has at least `MIN_STATES` slots. Where these would take most of a small memory it has one for
+16 blocks, and at least `FEWEST_STATES`: a running branch takes two. It never has more than there are blocks."""
 
 
 def first_read(window: int, num_tokens: int, block_size: int) -> int:
@@ -72,7 +74,8 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True):
             case "full":
                 return num_full
             case "state":
-                return min(num_full, max(num_full // STATE_SHARE, MIN_STATES))
+                least = min(MIN_STATES, max(num_full // 16, FEWEST_STATES))
+                return min(num_full, max(num_full // STATE_SHARE, least))
             case "window":
                 least = max(4 * most_read(self.reach, block_size), MIN_WINDOW_BLOCKS)
                 return min(num_full, max(num_full // WINDOW_SHARE, least))

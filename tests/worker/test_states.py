@@ -200,7 +200,7 @@ def test_forks_are_admitted_as_far_as_slots_go(
 ) -> None:
     """None is begun that others must give way for."""
     monkeypatch.setattr(model, "MIN_STATES", num_slots)
-    bench = make(num_blocks=400, max_rows=64, max_answer_capsules=0)
+    bench = make(num_blocks=1000, max_rows=64, max_answer_capsules=0)
     prompt = text(41)
     bench.run(prefill("p", prompt))
     most = 0
