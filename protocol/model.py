@@ -16,7 +16,7 @@ STATE_SHARE = 64
 MIN_STATES = 64
 FEWEST_STATES = 16
 """A state group has at least `MIN_STATES` slots. Where these would take most of a small memory it has one for
-16 blocks, and at least `FEWEST_STATES`: a running branch takes two. It never has more than there are blocks."""
+16 blocks, and at least `FEWEST_STATES`: a running branch takes two. It never has more than the full group."""
 
 
 def first_read(window: int, num_tokens: int, block_size: int) -> int:
