@@ -1,10 +1,11 @@
 """Capsules against computing again, and moves between tiers against plain copies.
 
     python -m bench.capsule [--rounds 3] [--lengths 512,1024,2048,4096,8000] [--threads 2] [--agents 50]
-                            [--folder DIR] [--out FILE]
+                            [--model MODEL] [--folder DIR] [--out FILE]
 
-SmolLM2-135M in bfloat16 on this CPU, one engine in this process, without HTTP. The last line is one JSON
-object: medians of the rounds, in seconds and ratios.
+SmolLM2-135M, or `--model`, in bfloat16 on this CPU, one engine in this process, without HTTP. The last line
+is one JSON object: medians of the rounds, in seconds and ratios. Of another model only `ttft` is measured, and
+`nbytes`, what a capsule of each length takes.
 
     ttft      first token after a prompt and 64 tokens more: all of it computed, and from a capsule on the
               device, in host memory, on disk
@@ -40,7 +41,7 @@ MEASURED = 6  # agents that compute everything: so many are measured, all others
 
 
 def prompt(num: int, seed: int) -> list[int]:
-    found: list[int] = np.random.default_rng(seed).integers(1000, 40000, num).tolist()
+    found: list[int] = np.random.default_rng(seed).integers(1000, 2000, num).tolist()
     return found
 
 
@@ -208,6 +209,7 @@ def main() -> None:
     parser.add_argument("--lengths", default="512,1024,2048,4096,8000")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--agents", type=int, default=50)
+    parser.add_argument("--model", default="smollm2")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -217,18 +219,37 @@ def main() -> None:
         folder = Path(name)
         room = longest + 1024
         tiered = Tiered(
-            folder / "kv", num_tokens=2 * room, host_tokens=3 * room, threads=args.threads
+            folder / "kv",
+            num_tokens=2 * room,
+            host_tokens=3 * room,
+            threads=args.threads,
+            model=args.model,
         )
         found: dict[str, Any] = {"ttft": ttft(tiered, lengths, args.rounds)}
-        found["copies"] = copies(tiered, folder, longest, args.rounds)
-        found["others"] = others(tiered, longest, args.rounds)
-        found["turns"] = turns(folder, args.threads, sessions=8, length=1024, rounds=args.rounds)
-        plain = Tiered(
-            folder, num_tokens=2 * room, host_tokens=0, threads=args.threads, shares=False
-        )
-        found["swarm"] = {str(n): swarm(tiered, plain, n) for n in sorted({2, args.agents})}
+        if args.model == "smollm2":
+            found["copies"] = copies(tiered, folder, longest, args.rounds)
+            found["others"] = others(tiered, longest, args.rounds)
+            found["turns"] = turns(
+                folder, args.threads, sessions=8, length=1024, rounds=args.rounds
+            )
+            plain = Tiered(
+                folder, num_tokens=2 * room, host_tokens=0, threads=args.threads, shares=False
+            )
+            found["swarm"] = {str(n): swarm(tiered, plain, n) for n in sorted({2, args.agents})}
+        else:
+            groups = tiered.forward.spec.groups
+            found["nbytes"] = {
+                str(n): sum(g.num_read(n, 16) * g.nbytes_per_block(16) for g in groups)
+                for n in lengths
+            }
         tiered.close()
-    result = {"bench": "capsule", **machine(), "threads": args.threads, **rounded(found)}
+    result = {
+        "bench": "capsule",
+        **machine(),
+        "model": args.model,
+        "threads": args.threads,
+        **rounded(found),
+    }
     if args.out is not None:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))

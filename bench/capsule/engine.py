@@ -1,4 +1,4 @@
-"""The engine of these benches: SmolLM2 on this CPU, with host memory and a disk below."""
+"""The engine of these benches: a model on this CPU, with host memory and a disk below."""
 
 import time
 from collections.abc import Sequence
@@ -61,10 +61,11 @@ class Tiered:
         shares: bool = True,
         has_tiers: bool = True,
         keeps: int = 0,
+        model: str = "smollm2",
     ) -> None:
         """`keeps`: capsules of answers. Without `shares` nothing is found again."""
         self.forward = load(
-            resolve_model("smollm2"), num_blocks=num_tokens // 16, dtype="bfloat16", threads=threads
+            resolve_model(model), num_blocks=num_tokens // 16, dtype="bfloat16", threads=threads
         )
         self.block_nbytes = self.forward.memory.block_nbytes
         self._host_blocks, self._folder = host_tokens // 16, folder
