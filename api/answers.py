@@ -487,6 +487,7 @@ def capsule_body(info: CapsuleInfo, model: str, *, names_workers: bool) -> dict[
             "nbytes": status.nbytes,
             "shared_nbytes": status.shared_nbytes,
             "drawn": status.drawn,
+            "aligned_tokens": status.aligned,
         }
     return body
 

@@ -161,6 +161,7 @@ class CapsuleData(msgspec.Struct, frozen=True, kw_only=True):
     nbytes: int | None = None
     shared_nbytes: int | None = None
     drawn: int | None = None
+    aligned_tokens: int | None = None  # where prompts that begin with its text go on
     status: str = "ready"
     computed_tokens: int | None = None
     error: Mapping[str, Any] | None = None

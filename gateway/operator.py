@@ -270,6 +270,7 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
         "worker": candidate.worker,
         "eligible": is_eligible,
         "overlap_blocks": candidate.overlap_blocks,
+        "matched_blocks": candidate.matched_blocks,
         "pulled_blocks": candidate.pulled_blocks,
         **candidate.cost._asdict(),
         "total": candidate.total if is_eligible else None,

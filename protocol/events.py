@@ -167,6 +167,14 @@ class KeptUse(msgspec.Struct, frozen=True, array_like=True):
     blocks: int = 0
 
 
+class StateUse(msgspec.Struct, frozen=True, array_like=True):
+    """States of recurrent layers that an engine keeps to go on from, for metrics. `num_*` only grow."""
+
+    by_reason: dict[str, int]  # what they were left for
+    nbytes: int  # of each
+    num_evicted: int
+
+
 class EngineUse(msgspec.Struct, frozen=True, array_like=True):
     """Use of an engine's KV memory and its work so far, for metrics. `num_*` only grow."""
 
@@ -199,6 +207,7 @@ class EngineUse(msgspec.Struct, frozen=True, array_like=True):
     num_ahead_rows: int = 0  # launched before their tokens were known
     num_ahead_void_rows: int = 0  # of those, in vain
     host_gap_s: float = 0.0  # that the device stood still while there was work; only grows
+    states: StateUse | None = None  # None: the model has no recurrent layers
 
 
 class MemoryUse(msgspec.Struct, frozen=True, array_like=True):
@@ -235,6 +244,9 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     use: EngineUse | None = None
     fetch: FetchPrices | None = None  # None: nothing lies below the device
     block_nbytes: int = 0  # of KV that moves; 0: nothing lies below the device
+    side_blocks: int = (
+        0  # that move with a text of any length, beside its own: of windows and states
+    )
 
 
 class LoanUse(msgspec.Struct, frozen=True, array_like=True):

@@ -641,7 +641,8 @@ class CapsuleStatus(msgspec.Struct, frozen=True, array_like=True):
     `ttl_s`: seconds left unless it is used; None: no limit. `drawn`: tokens of its text that the branch
     had drawn which it was taken from; None: it is no branch's. `tier`: device, host or disk, the highest that
     has all of its KV; "none": some of it is gone, to be computed again. `computed`: tokens that are there of
-    one that is still computing; None: it is complete.
+    one that is still computing; None: it is complete. `aligned`: the last place in it at which prompts that
+    begin with its text may go on, of a model that can do so only at some; 0: not told.
     """
 
     capsule: str
@@ -653,6 +654,7 @@ class CapsuleStatus(msgspec.Struct, frozen=True, array_like=True):
     drawn: int | None = None
     tier: str = "device"
     computed: int | None = None
+    aligned: int = 0
 
 
 class CapsuleReply(msgspec.Struct, frozen=True, array_like=True):

@@ -159,6 +159,19 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return any(group.kind == "state" for group in self.groups)
 
     @property
+    def state_nbytes(self) -> int:
+        """Bytes of the states of recurrent layers after a token."""
+        return sum(group.nbytes for group in self.groups if group.kind == "state")
+
+    def side_rows(self, num_tokens: int, block_size: int) -> int:
+        """Rows of the sides, as they are stored and sent, that are read after `num_tokens` of a text."""
+        return sum(
+            group.num_read(num_tokens, block_size)
+            * group.rows_per_block(self.groups[0], block_size)
+            for group in self.sides
+        )
+
+    @property
     def sides(self) -> tuple[GroupSpec, ...]:
         """The groups beside the full one."""
         return self.groups[1:]

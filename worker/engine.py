@@ -66,6 +66,7 @@ from mallee.worker.records import (
     engine_use,
     make_retention,
     make_tree,
+    state_use,
 )
 from mallee.worker.requests import RequestTable, count_holds, memory_usage
 from mallee.worker.sampling import Drafted, Sampled, Scored, StepSampler
@@ -142,6 +143,7 @@ class Engine:
             max_parked_nbytes=config.max_below_nbytes,
             row_blocks=-(-forward.row_nbytes // self.kv_bytes(1)),
             row_nbytes=forward.row_nbytes,
+            state_nbytes=forward.spec.state_nbytes,
         )
         self._capsules = CapsuleRegistry(
             self._tree, self._journal, limits, clock=clock, lower=self._lower
@@ -693,6 +695,7 @@ class Engine:
             use=use,
             fetch=self._lower.fetch_prices() if self._lower is not None else None,
             block_nbytes=0 if use.tiers is None else use.tiers.block_nbytes,
+            side_blocks=self.spec.side_rows(self.spec.max_model_len, self._tree.block_size),
         )
 
     def close(self) -> None:
@@ -760,6 +763,7 @@ class Engine:
             speculation=drafted,
             ahead=self._ahead.stats() if self._ahead is not None else AheadStats(0, 0),
             host_gap=self._gaps.stats() if self._gaps is not None else HostGap(0, 0.0),
+            states=state_use(self._tree, self._forward.spec),
         )
 
 

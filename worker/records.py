@@ -6,8 +6,9 @@ from functools import partial
 from typing import NamedTuple
 
 from mallee.protocol.errors import ConfigError, CorruptKV
-from mallee.protocol.events import EngineUse, EventBatch, KeptUse, TierUse
+from mallee.protocol.events import EngineUse, EventBatch, KeptUse, StateUse, TierUse
 from mallee.protocol.messages import Frame
+from mallee.protocol.model import ModelSpec
 from mallee.worker.ahead import AheadStats
 from mallee.worker.capsules.registry import CapsuleStats
 from mallee.worker.forward import Forward
@@ -16,6 +17,7 @@ from mallee.worker.kv.eviction import EvictionName
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.pool import BlockPool, PoolStats
 from mallee.worker.kv.sides.make import check_sides, make_sides
+from mallee.worker.kv.sides.states import StateGroup
 from mallee.worker.kv.text import Notation
 from mallee.worker.kv.tree import BranchTree, TreeStats
 from mallee.worker.kv.usage import TreeUsage
@@ -109,6 +111,7 @@ class EngineStats(NamedTuple):
     speculation: SpeculationStats
     ahead: AheadStats
     host_gap: HostGap
+    states: StateUse | None = None  # None: the model has none
 
 
 def engine_use(stats: EngineStats, block_nbytes: int) -> EngineUse:
@@ -144,7 +147,16 @@ def engine_use(stats: EngineStats, block_nbytes: int) -> EngineUse:
         num_ahead_rows=stats.ahead.num_rows,
         num_ahead_void_rows=stats.ahead.num_void,
         host_gap_s=stats.host_gap.seconds,
+        states=stats.states,
     )
+
+
+def state_use(tree: BranchTree, spec: ModelSpec) -> StateUse | None:
+    """The states that `tree` keeps as cache; groups of them have theirs at the same places."""
+    first = next((side for side in tree.sides if isinstance(side, StateGroup)), None)
+    if first is None:
+        return None
+    return StateUse({**first.num_by_reason()}, spec.state_nbytes, first.num_evicted)
 
 
 def make_retention(

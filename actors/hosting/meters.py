@@ -221,6 +221,22 @@ _WORK: Final = (
         "mallee_worker_lent_blocks_total", "KV blocks that other workers read.", "num_lent_blocks"
     ),
 )
+_STATES: Final = (
+    Reading(
+        "mallee_worker_cached_states",
+        "States kept to go on from, by what they were left for: the `end` of a prompt, a place that a client"
+        " `named`, one where texts part (`branching`) or that a branch `awaited`, the end of an `answer`, or"
+        " of a chunk (`cadence`).",
+        "by_reason",
+        (Label("reason", ("end", "named", "branching", "awaited", "answer", "cadence")),),
+    ),
+    Reading(
+        "mallee_worker_cached_state_bytes",
+        "The bytes of those.",
+        lambda use: sum(use.by_reason.values()) * use.nbytes,
+    ),
+    Reading("mallee_worker_evicted_states_total", "Of those, states that gave way.", "num_evicted"),
+)
 _TIERS: Final = (
     Reading("mallee_worker_tier_blocks", "KV blocks below the device.", _lying, (_BELOW,)),
     Reading("mallee_worker_tier_bytes", "The bytes of those.", _nbytes(_lying), (_BELOW,)),
@@ -385,6 +401,7 @@ class WorkerMetrics:
             ("Workers: load and memory", "use", _HELD),
             ("Workers: load and memory", "memory", _MEMORY),
             ("Workers: work", "use", _WORK),
+            ("Workers: states of recurrent layers", "use.states", _STATES),
             ("Workers: below the device", "use.tiers", _TIERS),
             ("Workers: loans", "lending", _LOANS),
         ):

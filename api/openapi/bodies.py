@@ -279,6 +279,7 @@ class Capsule(Body, frozen=True, kw_only=True):
     nbytes: int = OMITTED
     shared_nbytes: int = OMITTED
     drawn: int | None = OMITTED
+    aligned_tokens: int = OMITTED
 
 
 class Failure(Body, frozen=True, kw_only=True):

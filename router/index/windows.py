@@ -35,6 +35,10 @@ class WindowIndex:
         while len(self._groups) < len(windows):
             self._groups.append(PrefixIndex(self._num_workers, max_nbytes=self._max_nbytes))
 
+    def __bool__(self) -> bool:
+        """Whether any worker's model has windows."""
+        return bool(self._windows)
+
     def has(self, worker: int) -> bool:
         """Whether its model has windows."""
         return worker in self._windows

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mallee.protocol.ids import RequestId, WorkerId
+from mallee.router.index.kernels.layout import Counts
 from mallee.router.placement.fanout_pricing import Share
 from mallee.router.placement.kernels import score
 from mallee.router.placement.kernels.score import Floats
@@ -15,10 +16,15 @@ from mallee.router.placement.pulls import Pull
 
 
 class Candidate(NamedTuple):
-    """One worker's price in a decision. `total` is infinite where the request could not go."""
+    """One worker's price in a decision. `total` is infinite where the request could not go.
+
+    `matched_blocks` of the prompt are on its device; it is credited with `overlap_blocks`, after which the
+    model can go on.
+    """
 
     worker: WorkerId
     overlap_blocks: int
+    matched_blocks: int
     cost: Cost
     total: float  # seconds; blocks in the dynamo formula
     pulled_blocks: int = 0  # beyond the overlap, from other workers
@@ -53,6 +59,7 @@ class Entry(NamedTuple):
     names: tuple[WorkerId | None, ...]  # by slot, as they were
     share: Share | None
     pull: Pull | None = None
+    matched: Counts | None = None  # as of `Offers`
 
 
 class DecisionLog:
@@ -100,16 +107,18 @@ def _decision(number: int, entry: Entry, most: int) -> Decision:
         num_blocks=demand.num_blocks,
         rows=demand.rows,
         num_candidates=len(named),
-        candidates=tuple(_candidate(terms, slot, names[slot]) for slot in shown),
+        candidates=tuple(_candidate(entry, slot) for slot in shown),
         spill=entry.share,
         pull=entry.pull,
     )
 
 
-def _candidate(terms: Floats, slot: int, worker: WorkerId | None) -> Candidate:
+def _candidate(entry: Entry, slot: int) -> Candidate:
+    worker = entry.names[slot]
     assert worker is not None, f"slot {slot} is empty"
-    values = terms[:, slot].tolist()
+    values = entry.terms[:, slot].tolist()
     overlap, *seconds, total = values[: score.NUM_TERMS]
     pull_s, pulled = values[score.NUM_TERMS :] or (0.0, 0.0)
     cost = Cost(*seconds)._replace(pull_s=pull_s)
-    return Candidate(worker, int(overlap), cost, total, int(pulled))
+    matched = 0 if entry.matched is None else int(entry.matched[slot])
+    return Candidate(worker, int(overlap), max(matched, int(overlap)), cost, total, int(pulled))

@@ -118,14 +118,16 @@ class Placer:
         held = np.empty((index.num_tiers, num_workers), np.int32)
         active = np.empty(num_workers, np.int32)
         match_all(index.address, self._used, hashes, waypoints, STRIDE, held, active)
-        self._fleet.holdings.windows.limit(held, hashes, self._block_size)
+        windows = self._fleet.holdings.windows
+        matched = held[0].copy() if windows else None
+        windows.limit(held, hashes, self._block_size)
         if self._prices_memory:
             count_free(index.address, self._fleet.slots.loads, self._fleet.width)
         if predictions:
             predicted = np.empty(num_workers, dtype=np.int32)
             predictions.match_into(waypoints, num_blocks, predicted)
             np.maximum(held[0], predicted, out=held[0])
-        return Offers(waypoints, held, active)
+        return Offers(waypoints, held, active, matched)
 
     def slot_of(self, worker: WorkerId) -> int:
         """The slot of a worker that alone is allowed. Raises NoWorker if it is not alive."""
@@ -216,6 +218,7 @@ class Placer:
                 names=fleet.names,
                 share=share,
                 pull=pull,
+                matched=offers.matched,
             )
         )
         if self._outbox is not None:

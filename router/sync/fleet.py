@@ -135,11 +135,22 @@ class Fleet:
         return needs_snapshot and self._kv_events
 
     def _priced(self, fetch: FetchPrices, load: Load) -> FetchPrices:
-        """`fetch` with a price of pulls also before the worker has measured one: by its blocks' bytes."""
-        if fetch.peer_block_s or not load.block_nbytes:
+        """`fetch` with a price of pulls also before the worker has measured one: by its blocks' bytes.
+
+        What comes with any text, windows and states, is in the time of the first block.
+        """
+        if not fetch.peer_block_s and load.block_nbytes:
+            block_s = load.block_nbytes * self._spill.migrate_byte_s
+            latency_s = self._spill.migrate_latency_s
+            fetch = replace(fetch, peer_first_s=latency_s, peer_block_s=block_s)
+        if not (num := load.side_blocks):
             return fetch
-        block_s = load.block_nbytes * self._spill.migrate_byte_s
-        return replace(fetch, peer_first_s=self._spill.migrate_latency_s, peer_block_s=block_s)
+        return replace(
+            fetch,
+            host_first_s=fetch.host_first_s + num * fetch.host_block_s,
+            disk_first_s=fetch.disk_first_s + num * fetch.disk_block_s,
+            peer_first_s=fetch.peer_first_s + num * fetch.peer_block_s,
+        )
 
     def on_events(self, batch: EventBatch) -> bool:
         """Take in `batch`; True if a snapshot of the worker is needed."""

@@ -375,7 +375,7 @@ def test_a_lease_is_its_fields_in_order() -> None:
     found = msgpack.unpackb(encode(lease))
     head = ["w0", 3, "a0", "m", "f", 16, 99, 8, 4096, 5]
     weights = [0, "base", "", ""]
-    rest = [False, True, [1, 2, 3, 4, None, None, 0], False, [], "", False, weights, None, []]
+    rest = [False, True, [1, 2, 3, 4, None, None, 0, 0], False, [], "", False, weights, None, []]
     rest += ["", None, None, "", "GPU 0", False]
     assert found == [*head, *rest]
     assert decode_lease(msgpack.packb(found)) == lease
@@ -462,7 +462,7 @@ def test_replies_about_capsules_travel_in_frames() -> None:
     frame = Frame(3, (), (CapsuleReply("a", status), CapsuleReply("b", error=refused)))
     reports = [Report("w0", 3, frame)]
     found = msgpack.unpackb(encode(reports))
-    told = ["c.0", 9, 640, 128, True, 30.0, 4, "device", 5]
+    told = ["c.0", 9, 640, 128, True, 30.0, 4, "device", 5, 0]
     assert found[0][2] == [3, [], [["a", told, None], ["b", None, list(refused)]]]
     assert decode_reports(msgpack.packb(found)) == tuple(reports)
 

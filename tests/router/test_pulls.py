@@ -81,6 +81,24 @@ def test_a_worker_that_measured_pulls_is_priced_by_them() -> None:
         bench.router.free(RequestId("b"))
 
 
+def test_what_comes_with_any_text_is_in_the_price_of_a_pull() -> None:
+    """X3, part: the rows of a state, however short the text."""
+    bench = lending(2)
+    bench.events("w0", stored(LONG))
+    bench.book("q", prompt(9, 8000), "w0")
+    prices = FetchPrices(0.0, 0.0, 0.0, 0.0, 0.0)
+    for fetch, pull_s in (
+        (prices, 1e-4 + (100 + 40) * 5e-4),
+        (replace(prices, peer_first_s=0.02, peer_block_s=0.001), 0.02 + (100 + 40) * 0.001),
+        (replace(prices, peer_first_s=0.02, peer_block_s=0.003), 0.0),  # for blocks alone it would
+    ):
+        lend(bench, "w1", load=Load(0, 0, 0, 0, None, fetch, 500_000, side_blocks=40))
+        placed = bench.route("b", LONG)
+        assert placed.cost.pull_s == pytest.approx(pull_s)
+        assert placed.pull is None or placed.pull.nbytes == (100 + 40) * 500_000
+        bench.router.free(RequestId("b"))
+
+
 def test_two_holders_are_named_the_most_blocks_and_the_least_load_first() -> None:
     bench = lending(5)
     for worker in ("w0", "w1", "w2"):

@@ -7,10 +7,10 @@ import pytest
 
 from mallee.protocol import model
 from mallee.protocol.ids import branch_seed
-from mallee.protocol.messages import MAX_PLACES, Limits
+from mallee.protocol.messages import MAX_PLACES, Inspect, Limits
 from mallee.worker.kv.sides.states import StateGroup
 from support.fold_forward import FoldForward, fold_tokens
-from support.tier_commands import NUM, SAMPLED, generate, text
+from support.tier_commands import NUM, SAMPLED, generate, prefill, text
 
 VOCAB = 64
 PREFIX = 3000
@@ -78,15 +78,32 @@ def test_what_a_long_prompt_leaves_on_its_way_pushes_no_other_place_out(
     assert {*states(bench).num_by_reason()} >= {"named", "end", "cadence"}
     for i, left in enumerate((60, 61)):
         bench.run(generate(f"long{i}", [left, *text(3000)]))
-    assert states(bench).num_evicted > 30
     bench.run(generate("b", prompt := [*text(200), 51, *text(50)]))
     assert cached(bench, "b", prompt) == 192
-    assert states(bench).num_by_reason()["named"] == 1, "of so few slots a prompt gets one"
+    use = bench.engine.load().use.states
+    assert use.by_reason == states(bench).num_by_reason()
+    assert use.by_reason["named"] == 1, "of so few slots a prompt gets one"
+    assert use.num_evicted > 30
+    assert use.nbytes == 40
     bench.run(generate("c", prompt := [61, *text(3000)[:2999], 5, *text(40)]))
     reached = cached(bench, "c", prompt)
     bench.run(generate("long2", [62, *text(3000)]))
     bench.run(generate("d", prompt := [61, *text(3000)[:2999], 6, *text(40)]))
     assert cached(bench, "d", prompt) >= reached > 2900
+
+
+def test_a_capsule_says_where_prompts_may_go_on_and_counts_its_state(make: MakeBench) -> None:
+    """F12, part: at the last end of a block, where there is a state as long as there is room."""
+    bench = make()
+    for num_tokens in (5, 15, 16, 17, 47, 48):
+        name, prompt = f"p{num_tokens}", [num_tokens, *text(num_tokens - 1)]
+        bench.run(prefill(name, prompt))
+        bench.run(Inspect(f"i{num_tokens}", f"{name}.0"))
+        status = bench.replies[f"i{num_tokens}"].status
+        assert status.aligned == num_tokens // 16 * 16
+        assert status.nbytes >= 40
+        bench.run(generate(f"g{num_tokens}", longer := [*prompt, 1, 2]))
+        assert cached(bench, f"g{num_tokens}", longer) == status.aligned
 
 
 def test_the_next_turn_goes_on_where_the_answer_ended(make: MakeBench) -> None:

@@ -61,6 +61,7 @@ class CapsuleLimits(NamedTuple):
     max_parked_nbytes: int  # of this process's memory, that kept ones take which are parked
     row_blocks: int  # that the logits of a kept capsule are worth on the device
     row_nbytes: int
+    state_nbytes: int = 0  # of recurrent layers, that each capsule has
 
 
 class CapsuleStats(NamedTuple):
@@ -174,6 +175,7 @@ class CapsuleRegistry:
         num_blocks = -(-capsule.num_computed // self._tree.block_size)
         own = num_blocks if capsule.node is None else sole_blocks({capsule.node: 1})
         row_nbytes = self.limits.row_nbytes if capsule.logits is not None else 0
+        row_nbytes += self.limits.state_nbytes if num_blocks else 0
         expires = self._expires.get(capsule.id)
         tier = self._tier(capsule)
         return CapsuleStatus(
@@ -185,6 +187,7 @@ class CapsuleRegistry:
             ttl_s=None if expires is None else max(0.0, expires - self._clock()),
             drawn=None if capsule.continuation is None else capsule.continuation.drawn,
             tier="none" if tier is None else TIER_NAMES[tier],
+            aligned=self._tree.aligned_len(capsule.boundary),
         )
 
     def _tier(self, capsule: Capsule) -> int | None:

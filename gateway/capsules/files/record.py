@@ -54,12 +54,8 @@ def as_sent(record: CapsuleRecord) -> CapsuleRecord:
 
 def num_rows(model: ModelSpec, block_size: int, num_computed: int) -> tuple[int, int]:
     """Blocks of the first so many tokens, and the rows of side groups that are read after those."""
-    full, *sides = model.groups
-    rows = [
-        group.num_read(num_computed, block_size) * group.rows_per_block(full, block_size)
-        for group in sides
-    ]
-    return full.num_read(num_computed, block_size), sum(rows)
+    num_blocks = model.groups[0].num_read(num_computed, block_size)
+    return num_blocks, model.side_rows(num_computed, block_size)
 
 
 def received(payload: bytes, num_blocks: int, model: ModelSpec, block_size: int) -> CapsuleRecord:

@@ -12,6 +12,7 @@ from mallee.protocol.events import (
     Load,
     LoanUse,
     MemoryUse,
+    StateUse,
     TierUse,
 )
 from mallee.runtime.telemetry.families import OTHERS, exposition
@@ -91,7 +92,8 @@ def test_workers_under_one_name_are_summed() -> None:
     tiers = TierUse(
         *(1024, 7, 3, 20, 11, 1, 4, 21, 5, 6, 2, 1), host_room=9, disk_limit_nbytes=65536
     )
-    use = EngineUse(100, 1, 0, 0, 4, 0, 2, 0, 0, 0, 0, tiers)
+    left = StateUse({"named": 2, "cadence": 3}, 100, 7)
+    use = EngineUse(100, 1, 0, 0, 4, 0, 2, 0, 0, 0, 0, tiers, states=left)
     loans = LendingUse(LoanUse(1, 7, 2, 3, 4096, 0.5), LoanUse(2, 8, 0, 1, 8192, 0.25))
     lines = lines_of(*(report(name, use, lending=loans) for name in ("w0", OTHERS, OTHERS, OTHERS)))
     assert sum(line.startswith("mallee_worker_live_blocks{") for line in lines) == 2
@@ -102,6 +104,10 @@ def test_workers_under_one_name_are_summed() -> None:
         'mallee_worker_copied_blocks_total{worker="others"} 6.0',
         'mallee_worker_tier_blocks{tier="host",worker="w0"} 7.0',
         'mallee_worker_tier_bytes{tier="disk",worker="w0"} 20480.0',
+        'mallee_worker_cached_states{reason="named",worker="w0"} 2.0',
+        'mallee_worker_cached_states{reason="end",worker="w0"} 0.0',
+        'mallee_worker_cached_state_bytes{worker="others"} 1500.0',
+        'mallee_worker_evicted_states_total{worker="w0"} 7.0',
         'mallee_worker_host_held_blocks{worker="w0"} 3.0',
         'mallee_worker_host_room_blocks{worker="w0"} 9.0',
         'mallee_worker_disk_limit_bytes{worker="w0"} 65536.0',

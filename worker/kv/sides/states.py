@@ -164,9 +164,9 @@ class StateGroup(SideGroup):
     def num_idle(self) -> int:
         return len(self._lasting) + len(self._passing)
 
-    def num_by_reason(self) -> Counter[Reason]:
+    def num_by_reason(self) -> Counter[str]:
         """States that are cache, by what they were left for. O(their number)."""
-        found = Counter[Reason]()
+        found = Counter[str]()
         for node, at in (*self._lasting.values(), *self._passing.values()):
             found[self._part(node).states[at].reason or "cadence"] += 1
         return found
