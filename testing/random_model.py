@@ -39,6 +39,28 @@ _BASE: dict[str, Any] = {
     "pad_token_id": None,
     "dtype": "float32",
 }
+_HYBRID: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e6,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [1, 1, 0],
+    },
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
+_EXPERTS = {
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
 _OF_FAMILY: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"head_dim": 32, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
@@ -57,20 +79,9 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
             "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 2.0},
         },
     },
-    "qwen3_5_text": {
-        "num_hidden_layers": 3,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1e6,
-            "partial_rotary_factor": 0.25,
-            "mrope_section": [1, 1, 0],
-        },
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 32,
-        "linear_value_head_dim": 32,
-    },
+    "qwen3_5_text": _HYBRID,
+    "qwen3_next": {**_HYBRID, **_EXPERTS},
+    "qwen3_5_moe_text": {**_HYBRID, **_EXPERTS},
 }
 """Gemma's window is shorter than most test prompts and no multiple of a block. Qwen 3.5's recurrent heads are
 wide: what a narrow one answers may be next to nothing, and is all rounding once it is normed."""

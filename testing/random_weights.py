@@ -41,6 +41,11 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
 """The content of config.json by name."""
 
 
+_WIDTHS: Final = {"mlp.gate.weight": 6.0, "mlp.experts.down_proj": 0.5}
+"""Of tensors that are drawn wider or narrower. Of two experts that a router likes about as much rounding may
+choose either, so it decides clearly, and what an expert adds is small."""
+
+
 def read_shape(name: str) -> dict[str, Any]:
     """The config.json of a shape of that name, or in that folder. Raises ModelNotFound."""
     if name in SHAPES:
@@ -85,5 +90,10 @@ def random_tensors(
         is_norm = len(shape) == 1
         has_offset = not name.endswith(f"{DELTA_NORM}.weight")
         centre = 1.0 - config.family.norm_offset * has_offset
-        tensors[name] = centre + 0.1 * values if is_norm else values * 1.5 / shape[1] ** 0.5
+        if is_norm:
+            tensors[name] = centre + 0.1 * values
+        else:
+            inputs = shape[-1] if ".experts." in name else shape[1]
+            width = next((own for end, own in _WIDTHS.items() if name.endswith(end)), 1.5)
+            tensors[name] = values * width / inputs**0.5
     return tensors

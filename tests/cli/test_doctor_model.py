@@ -39,6 +39,17 @@ def test_a_right_model_ends_with_0_and_every_layer_is_shown(folder: Path) -> Non
     assert {"embed", "logits"} <= {each["site"] for each in told["sites"]}
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe_text"])
+def test_layers_that_are_recurrent_or_have_experts_are_shown_alike(
+    family: str, tmp_path: Path
+) -> None:
+    """I3: each with the outputs of its heads, after its attention and after its MLP."""
+    random_model(family, 4).save(tmp_path)
+    answer = CliRunner().invoke(cli, ["doctor-model", str(tmp_path), "--tokens", "3"])
+    assert answer.exit_code == 0, answer.output
+    assert [answer.output.count(site) for site in ("heads", "attention", "output")] == [2, 2, 2]
+
+
 def test_fewer_layers_can_be_shown_and_another_dtype_computed(folder: Path) -> None:
     arguments = ["doctor-model", str(folder), "--layers", "1", "--dtype", "bfloat16"]
     answer = CliRunner().invoke(cli, arguments)

@@ -7,7 +7,7 @@ many). Doesn't know files (`config_json.py` reads them), weights or tensors.
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeAlias
 
 from mallee.protocol.errors import ConfigError
@@ -44,6 +44,8 @@ class Family:
     """Some layers are recurrent (`DeltaShape`); attention's output is multiplied by a gate of its own."""
     ignored: tuple[str, ...] = field(default=(), repr=False)
     """Beginnings of the names of tensors that are no part of the decoder."""
+    has_mixed_rows: bool = field(default=False, repr=False)
+    """A recurrent layer's rows are stored by key head: its query, key, values and their gates."""
 
 
 _COMMON: dict[str, Any] = {"rms_norm_eps": 1e-6, "layer_types": None}
@@ -141,7 +143,49 @@ QWEN3_5 = Family(
     },
 )
 
-FAMILIES: Mapping[str, Family] = {f.model_type: f for f in (LLAMA, QWEN3, GEMMA3, QWEN3_5)}
+_EXPERTS: dict[str, Any] = {
+    "hidden_size": 2048,
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+
+QWEN3_NEXT = replace(
+    QWEN3_5,
+    model_type="qwen3_next",
+    architecture="Qwen3NextForCausalLM",
+    has_mixed_rows=True,
+    defaults={
+        **QWEN3_5.defaults,
+        **_EXPERTS,
+        "vocab_size": 151936,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 48,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": None,
+        "norm_topk_prob": True,
+    },
+)
+
+QWEN3_5_MOE = replace(
+    QWEN3_5,
+    model_type="qwen3_5_moe_text",
+    architecture="Qwen3_5MoeForCausalLM",
+    defaults={
+        **QWEN3_5.defaults,
+        **_EXPERTS,
+        "intermediate_size": 512,  # of no layer
+        "num_hidden_layers": 40,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+    },
+)
+
+FAMILIES: Mapping[str, Family] = {
+    f.model_type: f for f in (LLAMA, QWEN3, GEMMA3, QWEN3_5, QWEN3_NEXT, QWEN3_5_MOE)
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +270,18 @@ class DeltaShape:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsShape:
+    """The shape of layers with routed experts, of which each token has a few, beside a shared one."""
+
+    layers: tuple[int, ...]
+    num_experts: int
+    num_chosen: int  # by a token
+    inner: int  # features within an expert
+    shared_inner: int
+    is_normed: bool  # the shares of a token's experts add up to 1
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The shape of one decoder. `dtype` is the checkpoint's own, by torch's name."""
 
@@ -249,6 +305,7 @@ class ModelConfig:
     quantization: Quantization | None = None  # of its matrices; None: they have plain floats
     rotary_dim: int | None = None  # the first dimensions of a head, which are turned; None: all
     delta: DeltaShape | None = None  # of the recurrent layers, where there are some
+    experts: ExpertsShape | None = None  # of the layers that have some; the others have one MLP
 
     @property
     def num_layers(self) -> int:
@@ -257,6 +314,10 @@ class ModelConfig:
     @property
     def recurrent_layers(self) -> tuple[int, ...]:
         return tuple(i for i, layer in enumerate(self.layers) if layer.is_recurrent)
+
+    def experts_of(self, i: int) -> ExpertsShape | None:
+        """The experts of layer `i`; None: it has one MLP."""
+        return self.experts if self.experts is not None and i in self.experts.layers else None
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
@@ -311,8 +372,8 @@ def model_spec(
     if max_model_len is not None:
         limit = min(limit, max_model_len)
     shape = {field.name: getattr(config, field.name) for field in fields(config)}
-    for name_of_some in ("rotary_dim", "delta"):  # those of other models keep their fingerprints
-        if shape[name_of_some] is None:
+    for name_of_some in ("rotary_dim", "delta", "experts"):
+        if shape[name_of_some] is None:  # models without them keep their fingerprints
             del shape[name_of_some]
     kept = resolve_kv_dtype(kv_dtype, config, dtype)
     return ModelSpec(

@@ -6,6 +6,7 @@ For small models on a CPU the count of operations decides: a plain layer has nin
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal, Protocol, TypeAlias
 
 import torch
@@ -42,6 +43,7 @@ class Decoder:
         "_attention",
         "_delta",
         "_embedding_scale",
+        "_gated",
         "_kv_scales",
         "_ops",
         "_ropes",
@@ -67,6 +69,7 @@ class Decoder:
         self.tap: Tap | None = None
         self._attention = attention
         self._ops = ops
+        self._gated = partial(ops.gated, activation=config.activation)
         self._delta = (
             None if config.delta is None else DeltaRule(config.delta, config.norm_eps, ops)
         )
@@ -168,6 +171,9 @@ class Decoder:
             self.tap("heads", index, seen)
             self.tap("attention", index, hidden)
         inner = ops.gated(layer.gate_up(x), self.config.activation)
+        if layer.experts is not None:
+            hidden, share = layer.experts(x, hidden, self._gated)
+            inner = inner * share
         if index + 1 < len(layers):
             hidden, x = ops.added_norm(
                 layer.down,

@@ -238,6 +238,9 @@ class TorchForward:
                 "no CUDA graphs: they need FlashInfer's attention, and not engine.deterministic"
             )
             return None
+        if self.decoder.config.experts is not None:
+            log.info("no CUDA graphs: the host waits for how many tokens chose each expert")
+            return None
         model = Model(
             decoder=self.decoder,
             attention=attention,
@@ -588,7 +591,11 @@ def work_of(
     # The stream before and after, a norm, a layer's heads twice, and its MLP: gate, up, their product.
     if config.delta is not None:  # in float32, a few times over
         heads = max(heads, 6 * (config.delta.conv_inputs + config.delta.values))
-    values = 3 * config.hidden_size + 2 * heads + 3 * config.intermediate_size
+    inner = 3 * config.intermediate_size
+    if (own := config.experts) is not None:  # all tokens may choose one expert
+        routed = own.num_chosen * config.hidden_size  # each token for each of its experts
+        inner = max(inner, 3 * (own.shared_inner + own.inner) + 2 * routed)
+    values = 3 * config.hidden_size + 2 * heads + inner
     return Work(
         weights=weights.nbytes,
         token_nbytes=values * item,

@@ -22,8 +22,11 @@ from mallee.worker.model.loading.source import resolve_model
 TARGET = Path(__file__).with_name("golden_smollm2.json")
 TINY_TARGET = Path(__file__).with_name("golden_tiny.json")
 NUM_TOKENS = 64
-NUM_TINY_TOKENS = 32
-TINY_FAMILIES = ("llama", "qwen3", "gemma3_text")
+TINY_FAMILIES = {
+    **{"llama": 32, "qwen3": 32, "gemma3_text": 32},
+    **{"qwen3_5_text": 64, "qwen3_next": 64, "qwen3_5_moe_text": 64},
+}
+"""With the tokens after each prompt."""
 
 
 def greedy(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> list[int]:
@@ -55,7 +58,7 @@ def tiny(family: str) -> dict[str, object]:
         model.save(Path(folder))
         oracle = load_oracle(Path(folder), "float32")
     prompts = [[rng.randrange(128) for _ in range(n)] for n in range(1, 51)]
-    rows = [{"prompt": p, "tokens": greedy(oracle, p, NUM_TINY_TOKENS)} for p in prompts]
+    rows = [{"prompt": p, "tokens": greedy(oracle, p, TINY_FAMILIES[family])} for p in prompts]
     return {"weights": tensors_digest(model.tensors.items()), "rows": rows}
 
 

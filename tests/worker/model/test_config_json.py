@@ -3,17 +3,20 @@
 import copy
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mallee.protocol.errors import ModelNotFound, UnsupportedModel
 from mallee.testing.quantized import quantization_config
 from mallee.testing.random_model import random_model
-from mallee.worker.model.config import model_spec
+from mallee.worker.model.config import Rope, model_spec
 from mallee.worker.model.linear.scheme import Quantization, Scheme
 from mallee.worker.model.loading.config_json import parse_config, read_config
+from mallee.worker.model.loading.stored import expected_shapes
 from mallee.worker.model.runner import load
 
 SHAPE: dict[str, Any] = {
@@ -26,6 +29,10 @@ SHAPE: dict[str, Any] = {
 BASE: dict[str, Any] = {"model_type": "llama", **SHAPE}
 QWEN3: dict[str, Any] = {"model_type": "qwen3", **SHAPE, "num_key_value_heads": 2, "head_dim": 16}
 GEMMA3: dict[str, Any] = {"model_type": "gemma3_text", **SHAPE}
+HYBRID: dict[str, Any] = {"model_type": "qwen3_5_text", **SHAPE, "head_dim": 16}
+EIGHT = {"num_experts": 8, "num_experts_per_tok": 2}
+NEXT: dict[str, Any] = {**HYBRID, "model_type": "qwen3_next", **EIGHT}
+MOE: dict[str, Any] = {**HYBRID, "model_type": "qwen3_5_moe_text"}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -34,7 +41,8 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 DTYPES = ("bfloat16", "float32")
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
 @pytest.mark.parametrize(
@@ -57,6 +65,11 @@ FULL, SLIDING = "full_attention", "sliding_attention"
         {"model_type": "gemma3_text", "sliding_window_pattern": 2, "num_hidden_layers": 5},
         {"model_type": "gemma3_text", "rope_theta": 2e6, "rope_local_base_freq": 3e4},
         {"model_type": "gemma3_text", "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        {"model_type": "qwen3_5_text"},
+        {"model_type": "qwen3_5_text", "full_attention_interval": 2, "rope_theta": 1e7},
+        {"model_type": "qwen3_5_moe_text", "partial_rotary_factor": 0.5},
+        {"model_type": "qwen3_next", "rope_scaling": None, "norm_topk_prob": False},
+        {"model_type": "qwen3_next", "mlp_only_layers": [1], "decoder_sparse_step": 2},
     ],
     ids=lambda sparse: "-".join(str(value) for value in sparse.values())[:60],
 )
@@ -114,6 +127,29 @@ def nested(**fields: Any) -> dict[str, Any]:
         (GEMMA3, {"rope_parameters": {"rope_type": "default"}}, "an object per layer type"),
         (GEMMA3, nested(partial_rotary_factor=0.25), "partial_rotary_factor"),
         (GEMMA3, {**nested(), "rope_scaling": {"factor": 2.0}}, "contradict"),
+        (HYBRID, {"attn_output_gate": False}, "attn_output_gate must be true"),
+        (HYBRID, {"layer_types": [LINEAR] * 4}, "without full_attention"),
+        (HYBRID, {"layer_types": [LINEAR, SLIDING, LINEAR, FULL]}, "sliding_attention"),
+        (HYBRID, {"layer_types": [FULL] * 4}, None),
+        (HYBRID, {"partial_rotary_factor": 0.2}, r"partial_rotary_factor=0\.2 of 16 dimensions"),
+        (HYBRID, {"rope_parameters": {"partial_rotary_factor": 0.01}}, "no even number"),
+        (HYBRID, {"rope_parameters": {"partial_rotary_factor": 1.5}}, "no even number"),
+        (HYBRID, {"partial_rotary_factor": 1}, None),
+        (HYBRID, {"linear_num_key_heads": 3}, "linear_num_value_heads=32 is no multiple"),
+        (HYBRID, {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim=1"),
+        (HYBRID, {"quantization_config": FP8}, "weights of 8 bits of qwen3_5_text are not"),
+        (NEXT, {"quantization_config": FP8}, "weights of 8 bits of qwen3_next are not"),
+        (NEXT, {"num_experts_per_tok": 9}, "num_experts_per_tok=9 is more than num_experts=8"),
+        (NEXT, {"num_experts": 0}, "num_experts=0"),
+        (NEXT, {"norm_topk_prob": "no"}, "norm_topk_prob='no' must be true or false"),
+        (NEXT, {"mlp_only_layers": 2}, "mlp_only_layers=2 must be a list"),
+        (NEXT, {"mlp_only_layers": ["2"]}, "mlp_only_layers"),
+        (NEXT, {"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
+        (NEXT, {"moe_intermediate_size": None}, "moe_intermediate_size"),
+        (MOE, {"norm_topk_prob": False}, "norm_topk_prob=False is not known of qwen3_5_moe_text"),
+        (MOE, {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not known"),
+        (MOE, {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not known"),
+        (MOE, {"norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1}, None),
     ],
 )
 def test_what_we_would_compute_wrongly_is_refused_by_name(
@@ -144,6 +180,161 @@ def test_of_a_model_that_also_sees_the_text_model_is_read(tmp_path: Path) -> Non
     assert read_config(tmp_path) == config
     with pytest.raises(UnsupportedModel, match="quant_method is None"):
         parse_config({**outer, "quantization_config": {"bits": 4}})
+
+
+# As the hub's files of these models have them
+
+
+_QWEN3_5_TEXT: dict[str, Any] = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_output_gate": True,
+    "dtype": "bfloat16",
+    "eos_token_id": 248044,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "mamba_ssm_dtype": "float32",
+    "max_position_embeddings": 262144,
+    "mlp_only_layers": [],
+    "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+    "num_attention_heads": 16,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000,
+        "rope_type": "default",
+    },
+    "use_cache": True,
+    "vocab_size": 248320,
+}
+
+
+def seeing(model_type: str, num_layers: int, **text: Any) -> dict[str, Any]:
+    """config.json of a Qwen 3.5, whose text model has these fields."""
+    kinds = [FULL if i % 4 == 3 else LINEAR for i in range(num_layers)]
+    own = {"model_type": f"{model_type}_text", "num_hidden_layers": num_layers}
+    return {
+        "image_token_id": 248056,
+        "model_type": model_type,
+        "text_config": {**_QWEN3_5_TEXT, **own, "layer_types": kinds, **text},
+        "tie_word_embeddings": False,
+        "video_token_id": 248057,
+        "vision_config": {
+            "depth": 27,
+            "hidden_size": 1152,
+            "model_type": model_type,
+            "out_hidden_size": text["hidden_size"],
+        },
+        "vision_end_token_id": 248054,
+        "vision_start_token_id": 248053,
+    }
+
+
+HUB: dict[str, dict[str, Any]] = {
+    "Qwen3-Next-80B-A3B-Instruct": {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "decoder_sparse_step": 1,
+        "eos_token_id": 151645,
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "initializer_range": 0.02,
+        "intermediate_size": 5120,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128,
+        "max_position_embeddings": 262144,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_next",
+        "moe_intermediate_size": 512,
+        "norm_topk_prob": True,
+        "num_attention_heads": 16,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 2,
+        "output_router_logits": False,
+        "partial_rotary_factor": 0.25,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 10000000,
+        "router_aux_loss_coef": 0.001,
+        "shared_expert_intermediate_size": 512,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "Qwen3.5-35B-A3B": seeing(
+        "qwen3_5_moe",
+        40,
+        hidden_size=2048,
+        moe_intermediate_size=512,
+        num_experts=256,
+        num_experts_per_tok=8,
+        num_key_value_heads=2,
+        router_aux_loss_coef=0.001,
+        shared_expert_intermediate_size=512,
+    ),
+    "Qwen3.5-9B": seeing(
+        "qwen3_5", 32, hidden_size=4096, intermediate_size=12288, num_key_value_heads=4
+    ),
+}
+
+
+LAYER_MIB = (4 * 32 * 128 * 128 + 2 * 3 * (32 + 2 * 16) * 128) / 2**20
+"""Of one state: a matrix in float32 for each of 32 value heads, and three tokens' inputs in bfloat16."""
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "full", "state_mib"),
+    [
+        ("Qwen3-Next-80B-A3B-Instruct", 79.67, 12, 36 * LAYER_MIB),
+        ("Qwen3.5-35B-A3B", 34.66, 10, 30 * LAYER_MIB),
+        ("Qwen3.5-9B", 8.95, 8, 24 * LAYER_MIB),
+    ],
+)
+def test_published_hybrids_have_the_tensors_of_transformers(
+    name: str, billions: float, full: int, state_mib: float
+) -> None:
+    """I2: every name and shape, without those that see; the size that the name tells; the state's."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = parse_config(HUB[name])
+    with torch.device("meta"):
+        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**copy.deepcopy(HUB[name])))
+    prefix = config.weights_prefix
+    shapes = {
+        name.replace(prefix, "model.") if prefix else name: tuple(tensor.shape)
+        for name, tensor in theirs.state_dict().items()
+        if not name.startswith("model.visual.")
+    }
+    own = expected_shapes(config)
+    assert own == shapes
+    assert sum(map(math.prod, own.values())) / 1e9 == pytest.approx(billions, abs=0.01)
+    assert (config.dtype, config.rotary_dim, config.max_positions) == ("bfloat16", 64, 262144)
+    assert len(config.layers) - len(config.recurrent_layers) == full
+    assert config.ropes == (Rope(1e7),)
+    state = model_spec(config, name="m", weights_digest="w", dtype="bfloat16", max_model_len=None)
+    assert [g.nbytes / 2**20 for g in state.groups if g.kind == "state"] == [state_mib]
+    if config.experts is not None:
+        assert config.experts.layers == tuple(range(config.num_layers))
+        assert config.experts.is_normed
 
 
 def test_eos_ids_come_from_both_files_without_doubles(tmp_path: Path) -> None:

@@ -365,7 +365,7 @@ def test_scales_of_kv_are_a_part_of_recorded_steps(
     assert forward.graph_stats().num_replays == 1
 
 
-def test_there_are_none_without_flashinfer_or_in_deterministic_mode(
+def test_there_are_none_without_flashinfer_in_deterministic_mode_or_of_experts(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """I13, part: and the log says so. On a CPU there is nothing to say."""
@@ -376,6 +376,9 @@ def test_there_are_none_without_flashinfer_or_in_deterministic_mode(
         said = "no CUDA graphs: they need FlashInfer's attention, and not engine.determ"
         assert said in caplog.text
         caplog.clear()
+    assert recorded(tiny("qwen3_next"), device).graph_stats() == NO_GRAPHS
+    assert "no CUDA graphs: the host waits for how many tokens chose each expert" in caplog.text
+    caplog.clear()
     assert device.num_captures == 0
     assert SMALL.forward(graphs=GraphOptions()).graph_stats() == NO_GRAPHS
     assert not caplog.records

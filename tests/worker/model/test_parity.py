@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import safe_open
 
 from mallee.cli.doctor.compare import Difference, examine, load_oracle
 from mallee.cli.doctor.tolerance import TOLERANCES
@@ -27,6 +28,20 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 SLIDING = {"use_sliding_window": True, "sliding_window": 17, "max_window_layers": 1}
+
+
+def turned(share: float, *sections: int) -> dict[str, Any]:
+    """Rotary settings of a Qwen 3.5 that turns this share of a head."""
+    return {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": share,
+            "mrope_section": list(sections),
+        }
+    }
+
+
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-untied": ("llama", {"tie_word_embeddings": False}),
@@ -41,6 +56,29 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3-all_sliding": (
         "gemma3_text",
         {"layer_types": ["sliding_attention"] * 4, "sliding_window": 3},
+    ),
+    "qwen3_5": ("qwen3_5_text", {}),
+    "qwen3_5-half_turned": ("qwen3_5_text", {"linear_conv_kernel_dim": 2, **turned(0.5, 2, 1, 1)}),
+    "qwen3_5-all_turned": ("qwen3_5_text", {"tie_word_embeddings": False, **turned(1.0, 4, 2, 2)}),
+    "qwen3_5-one_key_head": (
+        "qwen3_5_text",
+        {"linear_num_key_heads": 1, "num_key_value_heads": 1},
+    ),
+    "qwen3_next": ("qwen3_next", {}),
+    "qwen3_next-some_dense": (
+        "qwen3_next",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "mlp_only_layers": [1],
+            "decoder_sparse_step": 2,
+            "norm_topk_prob": False,
+            "linear_num_key_heads": 4,
+        },
+    ),
+    "qwen3_5_moe-many_chosen": (
+        "qwen3_5_moe_text",
+        {"num_experts": 8, "num_experts_per_tok": 5, "tie_word_embeddings": False},
     ),
 }
 LENGTHS = (15, 16, 17, 31, 32, 33, 80)
@@ -157,29 +195,46 @@ def test_random_trees_equal_linear_runs(
             check_near(plain, run.tokens[name], logits)
 
 
-def test_the_text_model_of_one_that_also_sees_agrees_at_every_site(tmp_path: Path) -> None:
-    """I1, I2: a tiny Gemma3ForConditionalGeneration, saved by transformers; its eyes are left out."""
-    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+_SIGHT = {"hidden_size": 32, "intermediate_size": 32, "patch_size": 14}
+_QWEN_SIGHT = {**_SIGHT, "depth": 1, "num_heads": 2, "out_hidden_size": 64}
 
-    text = {
-        name: v for name, v in random_model("gemma3_text").raw.items() if name != "architectures"
-    }
-    sight = {
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "image_size": 28,
-        "patch_size": 14,
-    }
+
+@pytest.mark.parametrize(
+    ("kind", "text", "fields"),
+    [
+        (
+            "gemma3",
+            "gemma3_text",
+            {
+                "vision_config": {
+                    **_SIGHT,
+                    "num_hidden_layers": 1,
+                    "num_attention_heads": 2,
+                    "image_size": 28,
+                },
+                "mm_tokens_per_image": 4,
+            },
+        ),
+        ("qwen3_5", "qwen3_5_text", {"vision_config": _QWEN_SIGHT}),
+        ("qwen3_5_moe", "qwen3_5_moe_text", {"vision_config": _QWEN_SIGHT}),
+    ],
+)
+def test_the_text_model_of_one_that_also_sees_agrees_at_every_site(
+    kind: str, text: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    """I1, I2: a tiny model that also sees, saved by transformers; its eyes are left out."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    raw = {name: v for name, v in random_model(text).raw.items() if name != "architectures"}
+    tied = raw["tie_word_embeddings"]
+    config = AutoConfig.for_model(kind, text_config=raw, tie_word_embeddings=tied, **fields)
     torch.manual_seed(0)
-    made = Gemma3ForConditionalGeneration(
-        Gemma3Config(text_config=text, vision_config=sight, mm_tokens_per_image=4)
-    )
+    made = AutoModelForImageTextToText.from_config(config)
     made.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as opened:
+        assert any("vision" in name or "visual" in name for name in opened.keys())  # noqa: SIM118
     forward = load(tmp_path, num_blocks=8)
     oracle = load_oracle(tmp_path, "float32")
-    assert type(oracle) is Gemma3ForConditionalGeneration
     assert examine(forward, oracle, prompt(60), num_steps=4).first is None
 
 
@@ -255,6 +310,33 @@ def test_a_bug_planted_in_layer_k_is_located(
     assert found.head in (heads or (None,))
     assert (found.scores is None) == (found.head is None)
     assert f"{'outside the layers' if layer is None else f'layer {layer}'}, {site}" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "rows", "site", "head"),
+    [
+        ("0.linear_attn.in_proj_qkvz", slice(32, 64), "heads", None),
+        ("0.linear_attn.in_proj_ba", slice(1, 2), "heads", None),
+        ("0.linear_attn.norm", slice(3, 4), "heads", None),
+        ("0.mlp.shared_expert.up_proj", slice(5, 6), "output", None),
+        ("0.mlp.shared_expert_gate", slice(None), "output", None),
+        ("1.self_attn.q_proj", slice(64, 72), "heads", 2),  # by head queries, and their gates
+        ("1.self_attn.q_proj", slice(48, 64), "heads", 1),
+        ("1.mlp.gate", slice(2, 3), "output", None),
+        ("1.mlp.experts.gate_up_proj", slice(4, 5), "output", None),
+        ("1.mlp.experts.down_proj", slice(4, 5), "output", None),
+    ],
+)
+def test_a_bug_planted_in_a_recurrent_layer_or_in_experts_is_located(
+    tensor: str, rows: slice, site: str, head: int | None, oracles: Callable[..., Any]
+) -> None:
+    """I3: recurrent layers have no query heads, and no attention to show."""
+    model = random_model("qwen3_next", 2)
+    name = f"model.layers.{tensor}" + ("" if ".experts." in tensor else ".weight")
+    found = find(oracles(model), changed(model, name, rows, 1.5))
+    assert found is not None
+    assert (found.site, found.layer, found.head) == (site, int(tensor[0]), head)
+    assert (found.scores is None) == (head is None)
 
 
 def test_a_window_off_by_one_is_found_where_it_first_hides_a_key(

@@ -69,6 +69,19 @@ def test_kv_gets_what_a_device_has_left(tmp_path: Path, caplog: pytest.LogCaptur
     assert load(tmp_path, num_blocks=8, room=room(GIB)).budget is None, "the caller decided"
 
 
+def test_a_step_is_given_room_for_each_token_once_for_each_of_its_experts() -> None:
+    """I23, part: 2 and 6 of 8 experts; a token's input and output of each are held at once."""
+    found = []
+    for chosen in (2, 6):
+        model = random_model("qwen3_next", num_experts=8, num_experts_per_tok=chosen)
+        forward = model.forward()
+        own = (model.config, forward.decoder.weights, forward.spec)
+        found.append(runner.work_of(*own, 4, room(GIB)))
+    fewer, more = found
+    assert more.token_nbytes - fewer.token_nbytes == 4 * 2 * 64 * 4
+    assert more.weights == fewer.weights
+
+
 def test_a_device_without_room_is_refused_with_the_sum(tmp_path: Path) -> None:
     random_model(max_position_embeddings=1 << 20).save(tmp_path)
     with pytest.raises(ConfigError, match=r"no room for a block of KV.*in use before 1.00 GiB"):

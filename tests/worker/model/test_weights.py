@@ -4,12 +4,14 @@ import copy
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from mallee.cli.doctor.compare import examine, load_oracle
 from mallee.protocol.errors import ModelNotFound, WeightsMismatch
 from mallee.testing.random_model import RandomModel, random_model
 from mallee.worker.model import runner
@@ -19,6 +21,8 @@ from mallee.worker.model.loading import source
 from mallee.worker.model.loading.source import default_cache_dir, resolve_model
 from mallee.worker.model.loading.stored import expected_shapes
 from mallee.worker.model.loading.weights import ModelWeights, fuse_weights, load_weights
+
+PLAIN: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 
 
 @pytest.fixture
@@ -116,6 +120,72 @@ def test_the_tensors_of_each_family_are_those_of_transformers(family: str) -> No
     theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**copy.deepcopy(model.raw)))
     shapes = {name: tuple(tensor.shape) for name, tensor in theirs.state_dict().items()}
     assert expected_shapes(model.config) == shapes
+
+
+def by_expert(model: RandomModel) -> RandomModel:
+    """`model` with each expert's matrices in tensors of their own, as Qwen3-Next's on the hub."""
+    tensors = {}
+    for name, tensor in model.tensors.items():
+        stem, is_routed, field = name.partition(".experts.")
+        if not is_routed:
+            tensors[name] = tensor
+            continue
+        fields = ("gate_proj", "up_proj") if field == "gate_up_proj" else (field,)
+        for n, own in enumerate(tensor):
+            parts = zip(fields, own.chunk(len(fields)), strict=True)
+            tensors |= {f"{stem}.experts.{n}.{x}.weight": part.clone() for x, part in parts}
+    return model._replace(tensors=tensors)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe_text"])
+def test_experts_load_alike_from_both_stored_forms(family: str, tmp_path: Path) -> None:
+    """I2: to the bit; transformers reads the second one as we do."""
+    model = random_model(family, 1)
+    split = by_expert(model)
+    assert len(split.tensors) == len(model.tensors) + 2 * (3 * 6 - 2)
+    weights = [fuse_weights(dict(m.tensors), m.config, **PLAIN) for m in (model, split)]
+    experts = [[layer.experts for layer in own.layers] for own in weights]
+    for one, other in zip(*experts, strict=True):
+        assert one is not None
+        assert other is not None
+        assert len(one.products) == 1 + 2 * 6
+        for a, b in zip(one.products, other.products, strict=True):
+            width = 32 if a in one.products[2::2] else 64
+            assert torch.equal(matrix(a, width), matrix(b, width))
+    if family == "qwen3_next":  # those of Qwen 3.5 are in the first form on the hub
+        split.save(tmp_path)
+        oracle = load_oracle(tmp_path, "float32")
+        assert examine(split.forward(), oracle, list(range(40)), num_steps=2).first is None
+
+
+def test_of_experts_missing_and_unexpected_tensors_are_named(tmp_path: Path) -> None:
+    """I2: layers that draft and parts that see are left out; anything else has its place."""
+    model = by_expert(random_model("qwen3_5_moe_text", 1))
+    raw = {"model_type": "qwen3_5_moe", "text_config": model.raw, "tie_word_embeddings": True}
+    prefix = "model.language_model."
+    own = {prefix + name.removeprefix("model."): t for name, t in model.tensors.items()}
+    beside = ("mtp.layers.0.mlp.gate.weight", "mtp.norm.weight", "model.visual.pos_embed.weight")
+    seeing = RandomModel(raw, {**own, **{name: torch.zeros(4) for name in beside}})
+    seeing.save(tmp_path)
+    load(tmp_path, seeing)
+    experts = prefix + "layers.1.mlp.experts."
+    del own[experts + "3.up_proj.weight"]
+    own |= {experts + "6.up_proj.weight": torch.zeros(32, 64), "mtp": torch.zeros(1)}
+    own[prefix + "layers.0.mlp.gate.bias"] = torch.zeros(6)
+    own[experts + "0.down_proj.weight"] = torch.zeros(32, 64)
+    seeing._replace(tensors=own).save(tmp_path)
+    with pytest.raises(WeightsMismatch) as caught:
+        load(tmp_path, seeing)
+    experts = "model.layers.1.mlp.experts."
+    assert caught.value.fields == {
+        "missing": [experts + "3.up_proj.weight"],
+        "unexpected": [
+            "model.layers.0.mlp.gate.bias",
+            experts + "6.up_proj.weight",
+            "mtp",
+        ],
+        "wrong_tensors": [experts + "0.down_proj.weight (32, 64) instead of (64, 32)"],
+    }
 
 
 def test_a_norms_offset_is_added_once_and_in_float32() -> None:

@@ -14,6 +14,7 @@ from mallee.worker.model.config import (
     FAMILIES,
     Activation,
     DeltaShape,
+    ExpertsShape,
     Family,
     Layer,
     LinearScaling,
@@ -42,7 +43,10 @@ _OF_SOME_FAMILIES = ("query_pre_attn_scalar", "final_logit_softcapping", "rope_l
 _SEEING = {  # models that also see: the type of their text model, and the prefix of its tensors
     "gemma3": ("gemma3_text", "language_model."),
     "qwen3_5": ("qwen3_5_text", "model.language_model."),
+    "qwen3_5_moe": ("qwen3_5_moe_text", "model.language_model."),
 }
+_EXPERTS_RULES = {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
+"""As families without these fields have them."""
 _OF_BOTH = (
     *("eos_token_id", "dtype", "torch_dtype", "tie_word_embeddings"),
     *("quantization_config", "compression_config"),
@@ -103,6 +107,7 @@ def parse_config(
         quantization=parse_quantization(own.raw),
         rotary_dim=_rotary_dim(own, head_dim),
         delta=_delta(own) if any(layer.is_recurrent for layer in layers) else None,
+        experts=_experts(own, family, len(layers)) if "num_experts" in family.defaults else None,
     )
     if config.quantization is not None:
         if family.is_hybrid:
@@ -232,6 +237,30 @@ def _delta(own: _Fields) -> DeltaShape:
             f" linear_num_key_heads={shape.num_key_heads}"
         )
     return shape
+
+
+def _experts(own: _Fields, family: Family, num_layers: int) -> ExpertsShape | None:
+    """The experts of the layers that have some; None: no layer has."""
+    for name, usual in _EXPERTS_RULES.items():
+        if name not in family.defaults and own.raw.get(name) not in (None, usual):
+            raise UnsupportedModel(f"{name}={own.raw[name]!r} is not known of {family.model_type}")
+    own = _Fields({**_EXPERTS_RULES, **own.raw})
+    dense, step = own.raw["mlp_only_layers"] or (), own.whole("decoder_sparse_step", absent=1)
+    if not isinstance(dense, list | tuple) or not all(isinstance(i, int) for i in dense):
+        raise UnsupportedModel(f"mlp_only_layers={dense!r} must be a list of layers")
+    shape = ExpertsShape(
+        layers=tuple(i for i in range(num_layers) if i not in dense and not (i + 1) % step),
+        num_experts=own.whole("num_experts"),
+        num_chosen=own.whole("num_experts_per_tok"),
+        inner=own.whole("moe_intermediate_size"),
+        shared_inner=own.whole("shared_expert_intermediate_size"),
+        is_normed=own.flag("norm_topk_prob"),
+    )
+    if shape.num_chosen > shape.num_experts:
+        raise UnsupportedModel(
+            f"num_experts_per_tok={shape.num_chosen} is more than num_experts={shape.num_experts}"
+        )
+    return shape if shape.layers else None
 
 
 def _rotary_dim(own: _Fields, head_dim: int) -> int | None:

@@ -17,13 +17,16 @@ from mallee.worker.model.config import ModelConfig
 from mallee.worker.model.linear.matrix import Matrix, Quantized, is_number
 from mallee.worker.model.linear.scheme import Scheme
 from mallee.worker.model.loading.stored import (
+    DELTA_BA,
     DELTA_CONV,
     DELTA_DECAY,
     DELTA_NORM,
+    DELTA_QKVZ,
     QK_NORMS,
     Found,
     check_tensors,
     expected_tensors,
+    expert_shapes,
     kv_scale_names,
     layer_norms,
     layer_products,
@@ -118,6 +121,10 @@ class WeightReader:
         }
         if family.is_hybrid and not is_recurrent:
             products["qkv"] = partial(self._gated_qkv, f"{prefix}self_attn.")
+        elif is_recurrent and family.has_mixed_rows:
+            products["qkv"] = partial(self._parted_qkv, prefix)
+        if "experts" in products:
+            products["experts"] = partial(self._experts, i, products["experts"])
         return Parts(tensors, products)
 
     def _take(self, *names: str, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -195,6 +202,33 @@ class WeightReader:
         (keys,) = self._by_head(f"{prefix}k_proj", self._config.num_kv_heads).unbind(1)
         qk = [part[:, self._order()].flatten(0, 1) for part in (queries, keys)]
         return [*qk, self._take(f"{prefix}v_proj.weight"), gates.flatten(0, 1).contiguous()]
+
+    def _parted_qkv(self, prefix: str) -> list[Matrix]:
+        """Queries, keys, values, gates, rates and decays, from rows that lie by key head."""
+        own = self._config.delta
+        assert own is not None, "a model without recurrent layers"
+        each = own.num_value_heads // own.num_key_heads
+        values = each * own.value_dim
+        parts: list[Matrix] = []
+        for name, sizes in (
+            (DELTA_QKVZ, (own.key_dim, own.key_dim, values, values)),
+            (DELTA_BA, (each, each)),
+        ):
+            rows = self._take(f"{prefix}{name}.weight")
+            by_head = rows.view(own.num_key_heads, -1, rows.shape[1])
+            parts += [part.flatten(0, 1) for part in by_head.split_with_sizes(sizes, 1)]
+        return parts
+
+    def _experts(self, i: int, router: Callable[[], list[Matrix]]) -> list[Matrix]:
+        """The router, and of each expert of layer `i` gate with up, and down."""
+        names = list(expert_shapes(self._config, i, self._names))
+        if len(names) == 2:
+            both = zip(*(self._take(name) for name in names), strict=True)
+            return [*router(), *(part for pair in both for part in pair)]
+        found = router()
+        for gate, up, down in zip(names[::3], names[1::3], names[2::3], strict=True):
+            found += [self._take(gate, up), self._take(down)]
+        return found
 
     def _conv(self, prefix: str) -> torch.Tensor:
         own = self._take(f"{prefix}{DELTA_CONV}.weight", dtype=torch.float32)

@@ -50,7 +50,7 @@ class Stored(NamedTuple):
 def expected_tensors(config: ModelConfig, found: Collection[str]) -> dict[str, Stored]:
     """Every tensor that a checkpoint of `config` must hold if it holds those named in `found`."""
     expected = {}
-    for name, shape in expected_shapes(config).items():
+    for name, shape in expected_shapes(config, found).items():
         module = name.removesuffix(".weight")
         scheme = scheme_of(config, module, found)
         if scheme is None:
@@ -125,8 +125,8 @@ def _of_matrix(
     return own
 
 
-def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor a checkpoint of `config` must hold, under transformers' names."""
+def expected_shapes(config: ModelConfig, found: Collection[str] = ()) -> dict[str, tuple[int, ...]]:
+    """Every tensor a checkpoint of `config` must hold, under transformers' names if `found` has no others."""
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config.vocab_size, hidden),
@@ -147,12 +147,15 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             own |= dict.fromkeys(QK_NORMS, (config.head_dim,))
         for matrices in layer_products(config, i).values():
             own |= matrices
+        if config.experts_of(i) is not None:
+            shapes |= expert_shapes(config, i, found)
         shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in own.items()}
     return shapes
 
 
 QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 DELTA_NORM, DELTA_CONV = "linear_attn.norm", "linear_attn.conv1d"
+DELTA_QKVZ, DELTA_BA = "linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba"
 DELTA_DECAY = ("linear_attn.A_log", "linear_attn.dt_bias")
 
 
@@ -174,20 +177,29 @@ def layer_norms(family: Family) -> dict[str, str]:
 
 def layer_products(config: ModelConfig, i: int) -> dict[str, dict[str, tuple[int, int]]]:
     """The matrices of the products of layer `i`, with their shapes, by the field of `LayerWeights`."""
-    hidden, inner = config.hidden_size, config.intermediate_size
+    hidden, inner, module = config.hidden_size, config.intermediate_size, "mlp"
+    experts, router = config.experts_of(i), {}
+    if experts is not None:
+        inner, module = experts.shared_inner, "mlp.shared_expert"
+        gates = {"mlp.gate": (experts.num_experts, hidden), "mlp.shared_expert_gate": (1, hidden)}
+        router = {"experts": gates}  # the experts themselves are no such matrices
     mlp = {
-        "gate_up": {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden)},
-        "down": {"mlp.down_proj": (hidden, inner)},
+        "gate_up": {f"{module}.gate_proj": (inner, hidden), f"{module}.up_proj": (inner, hidden)},
+        "down": {f"{module}.down_proj": (hidden, inner)},
+        **router,
     }
     if config.delta is not None and config.layers[i].is_recurrent:
-        values, heads = config.delta.values, config.delta.num_value_heads
+        delta = config.delta
+        inputs, values, heads = delta.conv_inputs, delta.values, delta.num_value_heads
+        qkv = {
+            "linear_attn.in_proj_qkv": (inputs, hidden),
+            "linear_attn.in_proj_z": (values, hidden),
+            "linear_attn.in_proj_b": (heads, hidden),
+            "linear_attn.in_proj_a": (heads, hidden),
+        }
+        mixed = {DELTA_QKVZ: (inputs + values, hidden), DELTA_BA: (2 * heads, hidden)}
         return {
-            "qkv": {
-                "linear_attn.in_proj_qkv": (config.delta.conv_inputs, hidden),
-                "linear_attn.in_proj_z": (values, hidden),
-                "linear_attn.in_proj_b": (heads, hidden),
-                "linear_attn.in_proj_a": (heads, hidden),
-            },
+            "qkv": mixed if config.family.has_mixed_rows else qkv,
             "output": {"linear_attn.out_proj": (hidden, values)},
             **mlp,
         }
@@ -201,6 +213,23 @@ def layer_products(config: ModelConfig, i: int) -> dict[str, dict[str, tuple[int
         },
         "output": {"self_attn.o_proj": (hidden, query)},
         **mlp,
+    }
+
+
+def expert_shapes(
+    config: ModelConfig, i: int, found: Collection[str]
+) -> dict[str, tuple[int, ...]]:
+    """The tensors of layer `i`'s routed experts: two of all, or if those are `found` three of each."""
+    own, hidden, prefix = config.experts_of(i), config.hidden_size, f"model.layers.{i}.mlp.experts."
+    assert own is not None, "a layer without experts"
+    into, back = (own.inner, hidden), (hidden, own.inner)
+    each = {"gate_proj.weight": into, "up_proj.weight": into, "down_proj.weight": back}
+    if any(f"{prefix}0.{name}" in found for name in each):
+        numbers = range(own.num_experts)
+        return {f"{prefix}{n}.{name}": shape for n in numbers for name, shape in each.items()}
+    return {
+        f"{prefix}gate_up_proj": (own.num_experts, 2 * own.inner, hidden),
+        f"{prefix}down_proj": (own.num_experts, hidden, own.inner),
     }
 
 

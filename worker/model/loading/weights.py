@@ -13,6 +13,8 @@ import torch
 from mallee.worker.model.config import ModelConfig
 from mallee.worker.model.linear.base import Linear
 from mallee.worker.model.linear.choose import Machine, make_linear
+from mallee.worker.model.linear.experts import Experts
+from mallee.worker.model.linear.matrix import Matrix
 from mallee.worker.model.linear.scheme import Scheme
 from mallee.worker.model.loading.checkpoint import Checkpoint
 from mallee.worker.model.loading.reader import Parts, WeightReader
@@ -38,6 +40,7 @@ class LayerWeights(NamedTuple):
     mlp_norm: torch.Tensor  # [hidden]
     gate_up: Linear  # hidden -> 2 * intermediate: gate, up
     down: Linear  # intermediate -> hidden
+    experts: Experts | None  # the routed ones: then `gate_up` and `down` are the shared one's
     output_norm: torch.Tensor | None  # [hidden], of the MLP's output before it is added
     kv_scales: torch.Tensor | None  # [2], float32: keys and values in memory are shares of these
 
@@ -78,6 +81,7 @@ class ModelWeights(NamedTuple):
         linears = [self.head]
         for layer in self.layers:
             linears += [layer.qkv, layer.output, layer.gate_up, layer.down]
+            linears += [] if layer.experts is None else layer.experts.products
         counts = Counter(linear.label for linear in linears)
         return "; ".join(f"{count} of {label}" for label, count in counts.items())
 
@@ -101,7 +105,7 @@ def load_weights(
         device=device,
         kv_dtype=kv_dtype,
     )
-    weights = _made(reader, config.num_layers, dtype, device)
+    weights = _made(reader, config, dtype, device)
     stored = config.quantization.label if config.quantization else config.dtype
     log.info("%s: %s, %d bytes in memory; %s", folder, stored, weights.nbytes, weights.products)
     return weights
@@ -125,21 +129,28 @@ def fuse_weights(
         device=device,
         kv_dtype=kv_dtype,
     )
-    return _made(reader, config.num_layers, dtype, device)
+    return _made(reader, config, dtype, device)
 
 
-def _made(reader: WeightReader, num_layers: int, dtype: torch.dtype, device: str) -> ModelWeights:
+def _made(
+    reader: WeightReader, config: ModelConfig, dtype: torch.dtype, device: str
+) -> ModelWeights:
     machine = Machine.of(device)
 
+    def product(field: str, parts: list[Matrix]) -> Linear | Experts:
+        if field == "experts" and config.experts is not None:
+            return Experts(parts, config.experts, dtype, machine)
+        return make_linear(parts, dtype, machine)
+
     def made(parts: Parts) -> dict[str, Any]:
-        products = {
-            field: make_linear(read(), dtype, machine) for field, read in parts.products.items()
-        }
+        products = {field: product(field, read()) for field, read in parts.products.items()}
         return {**products, **{field: read() for field, read in parts.tensors.items()}}
 
     some = ("qk_norm", "attention_norm", "output_norm", "kv_scales")
-    absent = dict.fromkeys((*some, "conv", "decay", "gate_norm"))
-    layers = tuple(LayerWeights(**{**absent, **made(reader.layer(i))}) for i in range(num_layers))
+    absent = dict.fromkeys((*some, "conv", "decay", "gate_norm", "experts"))
+    layers = tuple(
+        LayerWeights(**{**absent, **made(reader.layer(i))}) for i in range(config.num_layers)
+    )
     own = made(reader.model())
     if "head" not in own:
         own["head"] = make_linear([own["embedding"]], dtype, machine)
