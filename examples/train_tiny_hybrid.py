@@ -10,7 +10,7 @@ are sentences of the text, and calls of a tool. The model is for demos, tests an
 something plausible about Mallee, and knows nothing else.
 
 Writes a Hugging Face folder (bfloat16), whole or not at all, and prints one JSON object last. Equal seeds
-give equal weights on one machine with equal packages. Perplexity is that of text the model has not seen.
+give equal weights on one machine, with equal packages and threads. Perplexity is that of unseen text.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, distribution
+from itertools import permutations
 from pathlib import Path
 from typing import Any, Final
 
@@ -56,11 +57,14 @@ from mallee.worker.model.loading.source import (
 )
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-SOURCES: Final = ("examples", "search", "sessions", "graphs", "protocol")
+SOURCES: Final = ("examples", "search", "sessions", "graphs")
+FIGURES: Final = ("CHANGELOG.md", "benchmarks.md", "promises.md")  # nothing to ask about
 LICENSED: Final = ("torch", "numpy", "transformers", "tokenizers", "matplotlib", "pillow")
-LICENCE_CHARS: Final = 150_000  # of all packages together
+LICENCE_CHARS: Final = 120_000  # of all packages together
 SECTION_CHARS: Final = 1500
+TITLE_CHATS: Final = 8  # of a section, each put in one of a few ways
 HELD_OUT_EVERY: Final = 20  # sections
+MIN_UNSEEN_CHARS: Final = 300  # of those held out: the glossary is for all questions
 LOG_STEPS: Final = 20
 
 END_OF_TEXT, BEGIN_TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -77,6 +81,8 @@ INSTRUCTION: Final = SYSTEM.partition("\n")[0]
 
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z`*])")
 _LINK = re.compile(r"\[([^\]]+)\]\([^)]*\)")
+_MARKER = re.compile(r"^ *(?:[-*]|[0-9]+\.) +", re.MULTILINE)
+_GLOSS = re.compile(r"^\| \*([^*|]+)\* \| ([^|]+) \|$", re.MULTILINE)
 _FENCE = re.compile(r"^```.*?^```\s*?$", re.MULTILINE | re.DOTALL)
 _WORD = re.compile(r"[A-Za-z]{3,}")
 _LONG_WORD = re.compile(r"[A-Za-z]{6,}")
@@ -87,7 +93,7 @@ class Recipe:
     """Shape of the model and course of the training; tests take less of everything."""
 
     seed: int = 0
-    steps: int = 520
+    steps: int = 450
     vocab_size: int = 2048
     hidden_size: int = 320
     intermediate_size: int = 896
@@ -106,10 +112,11 @@ USUAL: Final = Recipe()
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A piece of text; `title` is its heading, empty where it has none."""
+    """A piece of text; `title` is its heading, empty where it has none or nobody would ask for it."""
 
     title: str
     text: str
+    is_prose: bool = True
 
 
 # -- The text
@@ -120,25 +127,26 @@ def sections(root: Path = ROOT) -> list[Section]:
     found = []
     pages = [root / "README.md", root / "CHANGELOG.md", *sorted((root / "docs").rglob("*.md"))]
     for page in pages:
-        found += of_page(page.read_text(encoding="utf-8"))
+        of_it = of_page(page.read_text(encoding="utf-8"))
+        found += [replace(each, title="") if page.name in FIGURES else each for each in of_it]
     for folder in SOURCES:
         for source in sorted((root / folder).rglob("*.py")):
-            found += [Section("", piece) for piece in _pieces(source.read_text(encoding="utf-8"))]
+            pieces = _pieces(source.read_text(encoding="utf-8"))
+            found += [Section("", each, is_prose=False) for each in pieces]
     found += [Section("", piece) for piece in _pieces("\n\n".join(_licences()))]
     return found
 
 
 def of_page(text: str) -> Iterator[Section]:
-    """The sections of a page without its tables and code: they are figures, and say little."""
-    prose = _LINK.sub(r"\1", _FENCE.sub("", text))
-    prose = "\n".join(line for line in prose.splitlines() if not line.startswith(("|", "<", "![")))
-    title = ""
-    for i, part in enumerate(re.split(r"^#+ +(.+)$", prose, flags=re.MULTILINE)):
-        if i % 2:
-            title = part.strip()
-            continue
-        for piece in _pieces(part):
-            yield Section(title, piece)
+    """The sections and the glossary of a page. Its other tables and its code say little, and are left out."""
+    plain = _LINK.sub(r"\1", _FENCE.sub("", text))
+    for word, meaning in _GLOSS.findall(plain):
+        yield Section(word, f"A {word} is {meaning}.")
+    prose = "\n".join(line for line in plain.splitlines() if not line.startswith(("|", "<", "![")))
+    _, *parts = re.split(r"^#+ +(.+)$", prose, flags=re.MULTILINE)
+    for title, part in zip(parts[::2], parts[1::2], strict=True):
+        for i, piece in enumerate(_pieces(part)):
+            yield Section("" if i else title.strip(), piece)
 
 
 def _pieces(text: str) -> Iterator[str]:
@@ -177,7 +185,8 @@ def _licences() -> list[str]:
 
 
 def sentences(text: str) -> list[str]:
-    return [" ".join(each.split()) for each in _SENTENCE_END.split(text.strip())]
+    """Each in one line, without the marks of lists."""
+    return [" ".join(each.split()) for each in _SENTENCE_END.split(_MARKER.sub("", text).strip())]
 
 
 def answer_from(text: str, question: str) -> str:
@@ -197,28 +206,25 @@ def answer_from(text: str, question: str) -> str:
 def chats(section: Section, rng: random.Random) -> Iterator[dict[str, Any]]:
     """Conversations about a section, as arguments of the chat template."""
     found = [each for each in sentences(section.text) if 30 < len(each) < 300]
-    if len(found) < 2:
-        return
-    first = " ".join(found[:2])
-    title = section.title.rstrip(".?")
-    if title:
-        ask = rng.choice(("What is {}?", "Tell me about {}.", "Explain: {}", "{}?"))
-        question = ask.format(title)
-        yield {"conversation": [_said("user", question), _said("assistant", first)]}
+    if section.title and found:
+        title, answer = section.title.rstrip(".?"), found[0]
+        for _ in range(TITLE_CHATS):
+            ask = rng.choice(("What is {}?", "What is a {}?", "Tell me about {}.", "Explain {}."))
+            question = ask.format(rng.choice((title, title.lower())))
+            yield {"conversation": [_said("user", question), _said("assistant", answer)]}
         call = {"name": "read_page", "arguments": {"title": title}}
         turns = [
             _said("user", f"Read the page about {title}."),
             {**_said("assistant", ""), "tool_calls": [{"type": "function", "function": call}]},
-            _said("tool", first),
-            _said("assistant", found[0]),
+            _said("tool", " ".join(found[:2])),
+            _said("assistant", answer),
         ]
         if rng.random() < 0.3:
             yield {"conversation": turns, "tools": [TOOL]}
-    begin = rng.randrange(max(1, len(found) - 3))
-    passage = " ".join(found[begin : begin + 4])
-    yield {
-        "conversation": [_said("system", f"{INSTRUCTION}\n\n{passage}"), *_reading(passage, rng)]
-    }
+    for begin in range(0, len(found) - 2, 4):
+        passage = " ".join(found[begin : begin + 4])
+        given = _said("system", f"{INSTRUCTION}\n\n{passage}")
+        yield {"conversation": [given, *_reading(passage, rng)]}
 
 
 def _reading(passage: str, rng: random.Random) -> list[dict[str, Any]]:
@@ -230,15 +236,17 @@ def _reading(passage: str, rng: random.Random) -> list[dict[str, Any]]:
         for word in _LONG_WORD.findall(each)
         if counts[word] == 1
     }
-    word, answer = rng.choice([*by_word.items()] or [("this", passage)])
+    word, answer = rng.choice([*by_word.items()] or [("this text", passage)])
     ask = rng.choice(("What does the text say about {}?", "What about {}?", "Tell me about {}."))
     return [_said("user", ask.format(word)), _said("assistant", answer)]
 
 
-def demo_chat(question: str) -> dict[str, Any]:
-    """One of the demo's own, with an answer that is copied from its document."""
-    turns = [_said("user", question), _said("assistant", answer_from(DOCUMENT, question))]
-    return {"conversation": [_said("system", SYSTEM), *turns]}
+def demo_chat(*questions: str) -> dict[str, Any]:
+    """The demo's own, with answers that are copied from its document."""
+    turns = [_said("system", SYSTEM)]
+    for each in questions:
+        turns += [_said("user", each), _said("assistant", answer_from(DOCUMENT, each))]
+    return {"conversation": turns}
 
 
 def _said(role: str, content: str) -> dict[str, Any]:
@@ -278,16 +286,15 @@ class Rows:
         self._rng = rng = random.Random(recipe.seed)  # noqa: S311
         shown = [f"# {each.title}\n\n{each.text}" if each.title else each.text for each in given]
         shown += [DOCUMENT] * 3
-        titled = [each for each in given if each.title] * 2
         passages = [Section("", each) for each in DOCUMENT.split("\n\n")] * 4
-        told = [chat for section in titled + passages for chat in chats(section, rng)]
+        prose = [each for each in (*given, *passages) if each.is_prose]
+        told = [chat for section in prose for chat in chats(section, rng)]
         shown += [str(tokenizer.apply_chat_template(**chat, tokenize=False)) for chat in told]
         rng.shuffle(shown)
         self.ids = _joined(tokenizer, shown)
-        self._demo = [
-            _joined(tokenizer, [str(tokenizer.apply_chat_template(**chat, tokenize=False))])
-            for chat in map(demo_chat, QUESTIONS)
-        ]
+        asked = [demo_chat(*each) for each in permutations(QUESTIONS, 2)]
+        texts = [str(tokenizer.apply_chat_template(**chat, tokenize=False)) for chat in asked]
+        self._demo = [_joined(tokenizer, [each]) for each in texts]
 
     def batch(self, *, is_long: bool) -> torch.Tensor:
         """[rows, tokens] of the recipe's `batch_tokens`."""
@@ -315,6 +322,7 @@ def _joined(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> torch.T
 
 
 def made_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Qwen3_5ForCausalLM:
+    """Random weights: three linear layers, then one of full attention, tied embeddings."""
     heads = recipe.hidden_size // recipe.head_dim
     linear_heads = recipe.hidden_size // recipe.linear_head_dim // 2 * 2
     num_turned = recipe.head_dim // 8  # a quarter of a head is turned, in pairs
@@ -370,7 +378,7 @@ def perplexity(model: Qwen3_5ForCausalLM, ids: torch.Tensor, recipe: Recipe) -> 
 
 
 def _optimizers(model: Qwen3_5ForCausalLM, lr: float) -> list[torch.optim.Optimizer]:
-    """Muon for the products between layers, which takes half the steps; AdamW for all else."""
+    """Muon for the matrices within layers, AdamW for all else."""
     matrices, others = [], []
     for name, weight in model.named_parameters():
         is_matrix = weight.ndim == 2 and "embed" not in name and min(weight.shape) >= 32
@@ -391,8 +399,8 @@ def train(folder: Path, recipe: Recipe, given: Sequence[Section]) -> dict[str, A
     begin = time.perf_counter()
     torch.manual_seed(recipe.seed)
     order = random.Random(recipe.seed).sample(given, len(given))  # noqa: S311
-    unseen = order[::HELD_OUT_EVERY]
-    seen = [each for i, each in enumerate(order) if i % HELD_OUT_EVERY]
+    unseen = [each for each in order if len(each.text) > MIN_UNSEEN_CHARS][::HELD_OUT_EVERY]
+    seen = [each for each in order if each not in unseen]
     tokenizer = made_tokenizer([each.text for each in given], recipe.vocab_size)
     held_out = _joined(tokenizer, [each.text for each in unseen])
     rows = Rows(tokenizer, seen, recipe)
@@ -403,7 +411,7 @@ def train(folder: Path, recipe: Recipe, given: Sequence[Section]) -> dict[str, A
     autocast = torch.backends.mkldnn.is_available() and torch.cpu._is_avx512_bf16_supported()
     num_tokens, began = 0, time.perf_counter()
     for step in range(recipe.steps):
-        batch = rows.batch(is_long=step > 0.7 * recipe.steps and step % 8 == 0)
+        batch = rows.batch(is_long=step > 0.7 * recipe.steps and step % 5 == 0)
         loss = _losses(model, batch, autocast=autocast)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -440,8 +448,6 @@ def train(folder: Path, recipe: Recipe, given: Sequence[Section]) -> dict[str, A
 
 def tiny_hybrid() -> Path:
     """The folder of tiny-hybrid; trains the model, for minutes, if no process has done so yet."""
-    hf_logging.set_verbosity_error()  # it warns of each kernel that only CUDA has
-    hf_logging.disable_progress_bar()
     folder = tiny_hybrid_folder(default_cache_dir())
     return made_once(folder, lambda scratch: train(scratch, USUAL, sections()))
 
@@ -460,6 +466,8 @@ def main(given: list[str] | None = None) -> None:
     if asked.to is not None and asked.to.exists():
         parser.error(f"--to {asked.to}: it is there already; give a new folder")
     torch.set_num_threads(asked.threads)
+    hf_logging.set_verbosity_error()  # it warns of each kernel that only CUDA has
+    hf_logging.disable_progress_bar()
     if asked.to is None:
         made = tiny_hybrid()
     else:

@@ -110,8 +110,8 @@ def make_model(model: str, console: Console) -> None:
         if not TRAINING.is_file():  # no checkout; the error tells where it is
             raise
         console.print(
-            f"{model} is trained first, this once: 5 M parameters on the text of this checkout, about five"
-            f" minutes on two cores. [bold]{TRAINING}[/] does it:"
+            f"{model} is trained first, this once, on the text of this checkout: 5 M parameters, five to"
+            f" ten minutes on two cores that are free. [bold]{TRAINING}[/] does it:"
         )
         command = [sys.executable, str(TRAINING)]
         if status := subprocess.run(command, stdout=sys.stderr, check=False).returncode:

@@ -31,5 +31,5 @@ def test_tiny_hybrid_is_far_from_random_and_answers_of_the_demos_document() -> N
         drawn = model.generate(**prompt, max_new_tokens=160, do_sample=False)[0]
         answer = tokenizer.decode(drawn[prompt["input_ids"].shape[1] :], skip_special_tokens=True)
         assert drawn[-1] == tokenizer.eos_token_id, f"no end of turn: {answer}"
-        num_right += answer[:60] == answer_from(DOCUMENT, question)[:60]
+        num_right += " ".join(answer.split())[:60] == answer_from(DOCUMENT, question)[:60]
     assert num_right >= 3

@@ -43,7 +43,7 @@ SMALL = Recipe(
     batch_tokens=128,
     held_out_windows=8,
 )
-PAGE = (ROOT / "docs" / "api" / "capsules.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
 TEXT = list(of_page(PAGE))
 
 
@@ -144,7 +144,7 @@ def test_answers_are_sentences_of_the_text() -> None:
     found = [chat for each in TEXT for chat in chats(each, rng)]
     assert len(found) > len(TEXT)
     assert any("tools" in chat for chat in found)
-    shown = [" ".join(each.text.split()) for each in TEXT]
+    shown = [" ".join(sentences(each.text)) for each in TEXT]
     for chat in found:
         *_, asked, answer = chat["conversation"]
         assert asked["role"] in ("user", "tool")
