@@ -92,6 +92,7 @@ def test_transformers_and_the_service_load_the_folder(folder: Path) -> None:
     assert format_of(template.main.text) == "hermes"
 
 
+@pytest.mark.slow
 def test_equal_seeds_give_equal_weights(folder: Path, tmp_path: Path) -> None:
     files = ("model.safetensors", "config.json", "tokenizer.json")
     trained(tmp_path / "again")
