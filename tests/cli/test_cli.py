@@ -1,8 +1,10 @@
 """The command line: what it refuses; and the search of its demo."""
 
+import io
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +13,18 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from mallee import __version__
+from mallee.cli.demo import command as demo
 from mallee.cli.demo.search import ANSWER_TOKENS, search_table, searched, verdict
 from mallee.cli.main import cli, main
 from mallee.cli.options import require_serve_extra
-from mallee.protocol.errors import ConfigError
+from mallee.protocol.errors import ConfigError, ModelNotFound
 from mallee.testing.random_model import random_model
+from mallee.worker.model.loading.source import (
+    STAMP,
+    default_cache_dir,
+    made_once,
+    tiny_hybrid_folder,
+)
 from support.tiny_fleet import tiny_api
 
 
@@ -150,3 +159,26 @@ def test_a_report_of_a_kept_service_is_refused() -> None:
     answer = CliRunner().invoke(cli, ["demo", "--keep", "--json"])
     assert answer.exit_code == 2
     assert "--keep with --json" in answer.output
+
+
+def test_the_demo_trains_its_hybrid_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    ran, console = [], Console(record=True, file=io.StringIO())
+
+    def run(words: list[str], **_: Any) -> SimpleNamespace:
+        ran.append(words)
+        if len(ran) > 1:
+            made_once(tiny_hybrid_folder(default_cache_dir()), lambda _: {})
+        return SimpleNamespace(returncode=int(len(ran) == 1))
+
+    monkeypatch.setattr(demo.subprocess, "run", run)
+    with pytest.raises(ModelNotFound, match="ended with status 1"):
+        demo.make_model("tiny-hybrid", console)
+    for model in ("tiny-hybrid", "tiny-hybrid", "smollm2"):
+        demo.make_model(model, console)
+    assert [Path(words[1]).name for words in ran] == ["train_tiny_hybrid.py"] * 2
+    assert "tiny-hybrid is trained first" in console.export_text()
+    (tmp_path / "mallee" / "models" / "tiny-hybrid-1" / STAMP).unlink()
+    monkeypatch.setattr(demo, "TRAINING", tmp_path / "no-checkout.py")
+    with pytest.raises(ModelNotFound, match=r"python examples/train_tiny_hybrid\.py"):
+        demo.make_model("tiny-hybrid", console)

