@@ -33,6 +33,9 @@ CASES: Final = [
     ("gemma3_text", "float32", "auto", "constrained"),
     ("gemma3_text", "bfloat16", "fp8", "greedy"),
     ("gemma3_text", "float32", "scaled fp8", "sampled"),
+    ("qwen3_5_text", "float32", "auto", "greedy"),
+    ("qwen3_5_text", "bfloat16", "auto", "sampled"),
+    ("qwen3_5_text", "float32", "fp8", "constrained"),
 ]
 """Families, types of weights, types of KV, ways to draw."""
 MODELS: Final = [case[:3] for case in CASES]
@@ -67,15 +70,20 @@ def drawn_with_captures(engine: Engine, way: str) -> list[int]:
 
 
 def kv_bytes(engine: Engine, forward: TorchForward, name: str) -> bytes:
-    """The bytes of the KV of a capsule: of its tokens' slots alone, in windows of those that are read."""
+    """The bytes of a capsule: its tokens' slots alone, in windows those that are read; and its state."""
     capsule = engine._capsules.peek(name)
     assert capsule is not None
     assert capsule.node is not None
     num = capsule.num_computed
     tables = (engine._tree.table(capsule.node), *side_tables(capsule.node, forward.block_size))
-    windows = [None, *(group.window for group in forward.spec.sides)]
     found = []
-    for table, window, memory in zip(tables, windows, forward._memories, strict=True):
+    for table, group, memory in zip(
+        tables, forward.spec.groups or (None,), forward._memories, strict=True
+    ):
+        if group is not None and group.kind == "state":
+            found.append(memory[int(table[0])].numpy().tobytes())
+            continue
+        window = None if group is None else group.window
         begin = 0 if window is None else max(0, num - window + 1)
         size = forward.block_size
         slots = [int(table[i // size]) * size + i % size for i in range(begin, num)]

@@ -65,10 +65,20 @@ class Neighbours:
 
 
 class ShortLoan:
-    """A loan that breaks after so many blocks; with another `record`, if one is given."""
+    """A loan that breaks after so many blocks; with another `record`, if one is given.
 
-    def __init__(self, inner: Loan, num_blocks: int = 1 << 30, record: bytes | None = None) -> None:
+    It doesn't tell of the last `num_lost` blocks.
+    """
+
+    def __init__(
+        self,
+        inner: Loan,
+        num_blocks: int = 1 << 30,
+        record: bytes | None = None,
+        num_lost: int = 0,
+    ) -> None:
         self._inner = inner
+        self._num_lost = num_lost
         self._left = num_blocks
         self._record = record
 
@@ -78,7 +88,7 @@ class ShortLoan:
 
     @property
     def num_blocks(self) -> int:
-        return self._inner.num_blocks
+        return self._inner.num_blocks - self._num_lost
 
     @property
     def block_nbytes(self) -> int:

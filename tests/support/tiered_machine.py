@@ -1,12 +1,14 @@
 """The engine's state machine with tiers below: host memory and a disk, both small, and late moves."""
 
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
 from mallee.mocker.policies import make_order
+from mallee.protocol import model
 from mallee.protocol.events import Removed, Stored, unpack_hashes
 from mallee.protocol.ids import Incarnation
 from mallee.protocol.messages import CapsuleReply, Demote, Prefill, Promote, Sampling, pack_tokens
@@ -17,11 +19,20 @@ from mallee.worker.model.runner import TorchForward
 from mallee.worker.records import EngineConfig, StepResult
 from mallee.worker.sched.policy import SchedulerConfig
 from mallee.worker.transfer.values import DISK, HOST
-from support.engine_machine import GATEWAYS, TOKENS, EngineMachine, Plan, TorchMachine, make_engine
+from support.engine_machine import (
+    GATEWAYS,
+    TOKENS,
+    EngineMachine,
+    Fallible,
+    Plan,
+    TorchMachine,
+    make_engine,
+)
 from support.fold_forward import FoldForward, fold_tokens
 from support.tiers import DictDisk, LateMover, ShortMemory, make_tiers
 
 WINDOW_MODEL = random_model("gemma3_text", 3, sliding_window=6)
+HYBRID_MODEL = random_model("qwen3_5_text", 3)
 
 
 class TieredMachine(EngineMachine):
@@ -196,7 +207,9 @@ class TieredMachine(EngineMachine):
 
 
 class TieredStateMachine(TieredMachine):
-    """The same with a layer that folds all tokens into a state."""
+    """The same with a layer that folds all tokens into a state, of which there may be few or many."""
+
+    patched: Any = None
 
     def make_forward(self) -> Forward:
         return FoldForward(num_blocks=self.num_blocks)
@@ -211,10 +224,43 @@ class TieredStateMachine(TieredMachine):
         eviction=st.sampled_from(["lru", "lineage"]),
         max_step_tokens=st.sampled_from([6, 16, 64]),
         host_blocks=st.sampled_from([0, 12, 40]),
+        num_states=st.sampled_from([5, 16, 64]),
     )
-    def begin(self, eviction: Any, host_blocks: int = 40, **scheduling: Any) -> None:
-        super().begin(eviction, host_blocks, **scheduling)
+    def begin(
+        self, eviction: Any, host_blocks: int = 40, num_states: int = 16, **scheduling: Any
+    ) -> None:
+        self.patched = patch.multiple(model, MIN_STATES=num_states, FEWEST_STATES=num_states)
+        self.patched.start()
+        self.forward = Fallible(self.make_forward())
         self.disk.max_blocks = 80
+        super().begin(eviction, host_blocks, **scheduling)
+
+    def teardown(self) -> None:
+        try:
+            super().teardown()
+        finally:
+            if self.patched is not None:
+                self.patched.stop()
+
+
+class TieredHybridMachine(TieredStateMachine):
+    """The same on a real, tiny model in float32, whose states take 38 rows each."""
+
+    num_blocks = 61
+    rerun = TorchMachine.rerun  # type: ignore[assignment]
+
+    def make_forward(self) -> Forward:
+        return HYBRID_MODEL.forward(num_blocks=self.num_blocks, block_size=4)
+
+    @initialize(
+        policy=st.sampled_from(["fair", "fcfs"]),
+        max_step_tokens=st.sampled_from([6, 16]),
+        host_blocks=st.sampled_from([0, 100, 1000]),
+        num_states=st.sampled_from([5, 16]),
+    )
+    def begin(self, host_blocks: int = 1000, num_states: int = 16, **scheduling: Any) -> None:
+        super().begin("lru", host_blocks, num_states, **scheduling)
+        self.disk.max_blocks = 2000
 
 
 class TieredTorchMachine(TieredMachine):

@@ -25,6 +25,7 @@ from mallee.worker.forward import Forward
 from mallee.worker.kv.watch import KVChecks
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
+from mallee.worker.speculation.speculator import SpeculationConfig
 from mallee.worker.transfer.values import Loan
 from support.engine_machine import (
     GATEWAYS,
@@ -37,7 +38,13 @@ from support.engine_machine import (
 )
 from support.examples import examples
 from support.lending import Neighbours, ShortLoan, holder
-from support.tiered_machine import TieredMachine, TieredStateMachine, TieredWindowMachine
+from support.speculating import Free
+from support.tiered_machine import (
+    TieredHybridMachine,
+    TieredMachine,
+    TieredStateMachine,
+    TieredWindowMachine,
+)
 from support.tiers import LateMover, make_tiers
 
 pytestmark = pytest.mark.usefixtures("one_thread", "small_window_pools")
@@ -291,6 +298,23 @@ class MigratingStateMachine(MigratingMachine, TieredStateMachine):
     rerun = TieredStateMachine.rerun
 
 
+class DraftingStateMachine(MigratingStateMachine):
+    """The same with drafts from texts that repeat themselves, as their vocabulary is small."""
+
+    speculation = SpeculationConfig("auto")
+
+    def begun(self) -> None:
+        assert self.engine._speculator is not None
+        self.engine._speculator._costs = Free()
+
+
+class DraftingHybridMachine(DraftingStateMachine, TieredHybridMachine):
+    """The same on a real, tiny model in float32."""
+
+    make_forward = TieredHybridMachine.make_forward
+    rerun = TieredHybridMachine.rerun
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("machine", "num", "steps"),
@@ -298,7 +322,8 @@ class MigratingStateMachine(MigratingMachine, TieredStateMachine):
         (MigratingMachine, 30, 40),
         (MigratingTorchMachine, 5, 20),
         (MigratingWindowMachine, 5, 25),
-        (MigratingStateMachine, 20, 40),
+        (DraftingStateMachine, 20, 40),
+        (DraftingHybridMachine, 4, 25),
     ],
 )
 def test_workers_that_lend_to_each_other_draw_what_each_would_alone(

@@ -33,6 +33,7 @@ from support.tiers import DictDisk, LateMover, make_tiers
 
 MakeBench = Callable[..., Any]
 WINDOW_MODEL = random_model("gemma3_text", 3, sliding_window=6)
+HYBRID_MODEL = random_model("qwen3_5_text", 3)
 
 
 class Pair:
@@ -44,6 +45,7 @@ class Pair:
         self.movers: list[LateMover] = []
         is_late = more.pop("is_late", False)
         prices = more.pop("prices", None)
+        make_forward = more.pop("make_forward", lambda **_: None)
         self.a, self.b = (
             make_bench(
                 worker=name,
@@ -55,6 +57,7 @@ class Pair:
                     prices=prices,
                     movers=self.movers if is_late and name == "b" else None,
                 ),
+                forward=make_forward(num_blocks=64, block_size=4),
                 **more,
             )
             for name in ("a", "b")
@@ -249,24 +252,17 @@ def test_what_a_holder_does_not_give_is_computed(pair: Pair, num: int) -> None:
     assert pair.b.answers["h", 0].last.cached_tokens == 100
 
 
-@pytest.mark.parametrize("make_forward", [FoldForward, WINDOW_MODEL.forward])
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("make_forward", [FoldForward, WINDOW_MODEL.forward, HYBRID_MODEL.forward])
 def test_a_holder_may_have_more_of_a_text_than_is_of_use(
-    make_bench: MakeBench, make_forward: Callable[..., Any]
+    make_pair: MakePair, make_forward: Callable[..., Any]
 ) -> None:
     """Its last block is computed for the logits, whatever the groups of layers read below it."""
-    lender = Neighbours()
-    a, b = (
-        make_bench(
-            worker=name,
-            forward=make_forward(num_blocks=64, block_size=4),
-            below=make_tiers(peers=lender),
-        )
-        for name in "ab"
-    )
-    lender.engines = {"a": a.engine, "b": b.engine}
+    pair = make_pair(make_forward=make_forward)
+    a, b = pair.a, pair.b
     tokens = [3 + i % 3 for i in range(40)]
     a.run(generate("g", tokens))
-    b.run(generate("g", tokens, holder(a.engine, 40)))
+    b.run(generate("g", tokens, pair.holds(40)))
     assert b.answers["g", 0].tokens == a.answers["g", 0].tokens
     assert b.answers["g", 0].last.cached_tokens == 36
 
@@ -567,6 +563,27 @@ def test_a_record_that_can_not_be_is_refused_by_name_and_the_text_computed(
     (failure,) = pair.failures
     assert failure.code in ("malformed_message", "incompatible_capsule", "invalid_parameter")
     assert pair.b.engine.stats().tiers.num_failed == 1
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("num_lost", [0, 1, 38])
+def test_a_capsule_without_all_of_its_state_is_refused_by_name(
+    make_pair: MakePair, num_lost: int
+) -> None:
+    """F1, part, F11, part: of 38 rows of the size of a block the last few have the convolutions' inputs."""
+    pair = make_pair(make_forward=HYBRID_MODEL.forward)
+    tokens = text(38)
+    pair.a.run(prefill("p", tokens))
+    pair.lender.spoil = lambda loan: ShortLoan(loan, num_lost=num_lost)
+    pair.b.run(prefill("m", tokens, pair.holds(38, "p.0"), capsule="p.0"))
+    for bench in (pair.a, pair.b):
+        bench.run(fork("f", "p.0"))
+    assert pair.b.answers["f", 0].tokens == pair.a.answers["f", 0].tokens
+    num_fetched = 0 if num_lost else 10 + 38
+    assert pair.b.engine.stats().tiers.num_fetched_peer == num_fetched
+    told = [(error.code, error.fields["differences"]) for error in pair.failures]
+    due = [["blocks", str(48 - num_lost), "48"]]
+    assert told == ([("incompatible_capsule", due)] if num_lost else [])
 
 
 def test_a_capsule_that_is_unknown_or_of_another_model_is_computed(pair: Pair) -> None:

@@ -25,6 +25,7 @@ from mallee.protocol.messages import (
 from mallee.testing.random_model import RandomModel, random_model
 from mallee.testing.structures import MockStructures
 from mallee.worker.engine import Engine
+from mallee.worker.kv.sides.states import EVERY_BLOCKS
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
 from support import exact_capsules
@@ -35,7 +36,7 @@ from support.lending import record_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-KINDS = {kind: random_model(kind, 5) for kind in ("llama", "qwen3", "gemma3_text")}
+KINDS = {kind: random_model(kind, 5) for kind in ("llama", "qwen3", "gemma3_text", "qwen3_5_text")}
 PENALTIES = Sampling(0.8, seed=13, repetition_penalty=1.4, frequency_penalty=0.7)
 WAYS = exact_capsules.WAYS | {"penalties": (PENALTIES, None)}
 
@@ -56,7 +57,10 @@ def generate(way: str, **fields: Any) -> Generate:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "way"),
-    [*(("llama", way) for way in WAYS), ("qwen3", "sampled"), ("gemma3_text", "sampled")],
+    [
+        *(("llama", way) for way in WAYS),
+        *(("qwen3", "sampled"), ("gemma3_text", "sampled"), ("qwen3_5_text", "penalties")),
+    ],
 )
 def test_a_run_its_restored_capsules_and_a_fork_draw_the_same_64_tokens(
     kind: str, way: str
@@ -74,8 +78,8 @@ def test_a_run_its_restored_capsules_and_a_fork_draw_the_same_64_tokens(
     cuts = (2, 19, NUM - 1)
     later = {first + cut - 1: [Capture(f"c{cut}", "r")] for cut in cuts}
     assert course(engine, generate(way), later=later).tokens == whole.tokens
+    again = course(engine, *(resume(f"again{cut}", f"c{cut}.0") for cut in cuts))
     for cut in cuts:
-        again = course(engine, resume(f"again{cut}", f"c{cut}.0"))
         assert again.tokens[f"again{cut}", 0] == tokens[cut:]
         last = again.last[f"again{cut}", 0]
         assert (last.finish, last.boundary) == ("length", len(PROMPT) + NUM)
@@ -114,7 +118,8 @@ def test_a_capture_changes_no_token_no_step_and_no_turn(kind: str) -> None:
     for i in range(12):
         status = taken.status(f"c{i}")
         assert (status.boundary, status.drawn) == (len(PROMPT) + i + 1, i + 1)
-        again = course(engine, resume(f"again{i}", f"c{i}.0"))
+    again = course(engine, *(resume(f"again{i}", f"c{i}.0") for i in range(12)))
+    for i in range(12):
         assert again.tokens[f"again{i}", 0] == whole.tokens["r", i % 3][i + 1 :]
     engine = make_engine(KINDS[kind])
     for command in others:
@@ -166,11 +171,19 @@ def test_captures_of_what_does_not_run_are_refused(make_bench: Callable[..., Any
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "way"), [("llama", "constrained"), ("llama", "penalties"), ("gemma3_text", "sampled")]
+    ("kind", "way"),
+    [
+        *(("llama", way) for way in ("constrained", "penalties")),
+        *((kind, "sampled") for kind in ("gemma3_text", "qwen3_5_text")),
+    ],
 )
 def test_a_branch_goes_on_from_any_earlier_token_of_its_answer(kind: str, way: str) -> None:
-    """F5, part: by its own capsule, and by one of the earlier boundary; computing at most a block."""
+    """F5, part: by its own capsule, and by one of the earlier boundary; computing at most a block.
+
+    Recurrent layers begin where a state was left, each 32 blocks at least.
+    """
     model = KINDS[kind]
+    most = 4 if kind != "qwen3_5_text" else 4 * EVERY_BLOCKS
     engine = make_engine(model)
     tokens = course(engine, generate(way)).tokens["r", 0]
     for back in (0, 1, 2, 3, 4, 5, 17, NUM):
@@ -180,13 +193,13 @@ def test_a_branch_goes_on_from_any_earlier_token_of_its_answer(kind: str, way: s
             found = course(engine, resume(f"at{back}", "r.0", at=at, more=more))
             assert found.tokens[f"at{back}", 0] == tokens[NUM - back :]
             last = found.last[f"at{back}", 0]
-            assert last.prefill_tokens <= 4
+            assert last.prefill_tokens <= most
         rewound = course(engine, Rewind(f"w{back}", "r.0", at))
         assert rewound.status(f"w{back}").boundary == at
         found = course(engine, resume(f"again{back}", f"w{back}.0", more=back or 5))
         if back:
             assert found.tokens[f"again{back}", 0] == tokens[NUM - back :]
-            assert found.last[f"again{back}", 0].prefill_tokens <= 4
+            assert found.last[f"again{back}", 0].prefill_tokens <= most
     # the later capsule stays as it was
     assert course(engine, Rewind("end", "r.0", len(PROMPT) + NUM)).status("end").drawn == NUM
 

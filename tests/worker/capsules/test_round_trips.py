@@ -1,4 +1,4 @@
-"""Capsules that go down to host memory and to a real disk and come back, beside the engine's thread."""
+"""Capsules that go to host memory, to a real disk and to another worker, beside the engine's thread."""
 
 from pathlib import Path
 
@@ -16,7 +16,8 @@ from mallee.protocol.messages import (
     pack_tokens,
 )
 from mallee.testing.structures import MockStructures
-from mallee.worker.engine import Engine
+from mallee.worker.engine import Engine, MakeTiers
+from mallee.worker.kv.sides.states import StateGroup
 from mallee.worker.kv.watch import KVChecks
 from mallee.worker.model.runner import TorchForward
 from mallee.worker.records import EngineConfig
@@ -33,20 +34,34 @@ from support.exact_capsules import (
     kv_bytes,
     tiny_forward,
 )
+from support.lending import Neighbours, holder
 from support.run_out import run_out
+from support.tiers import make_tiers
 from support.volumes import volume_tiers
 
 pytestmark = pytest.mark.usefixtures("one_thread", "small_window_pools")
 
 
 def engine_in(forward: TorchForward, folder: Path, life: int = 1) -> Engine:
-    """An engine with 60 blocks of host memory and a disk in `folder`, both moved by threads."""
+    """An engine with some blocks of host memory and a disk in `folder`, both moved by threads.
+
+    There all capsules of a test have room, and little more.
+    """
+    state_rows = sum(
+        group.rows_per_block(forward.spec.groups[0], 4)
+        for group in forward.spec.sides
+        if group.kind == "state"
+    )
+    return make_engine(forward, volume_tiers(folder, host_blocks=60 + 4 * state_rows), life)
+
+
+def make_engine(forward: TorchForward, below: MakeTiers, life: int = 1) -> Engine:
     return engine_over(
         forward,
         config=EngineConfig(SchedulerConfig(16, 32), 0, kv_checks=KVChecks("guards")),
         incarnation=Incarnation(life),
         structures=MockStructures(128, (2,)),
-        below=volume_tiers(folder, host_blocks=60),
+        below=below,
     )
 
 
@@ -57,10 +72,13 @@ def run(engine: Engine, *commands: Command) -> dict[str, list[int]]:
     return tokens
 
 
-def flood(engine: Engine, name: str) -> None:
-    """Overwrite every block that is only cache."""
+def flood(engine: Engine, forward: TorchForward, name: str) -> None:
+    """Overwrite every block that is only cache, and every state that is nobody's."""
     size = engine.stats().pool.total * 4 - 8
     run(engine, Generate(name, pack_tokens([3 + i % 90 for i in range(size)]), Limits(2)))
+    for group, memory in zip(engine._tree.sides, forward._memories[1:], strict=True):
+        if isinstance(group, StateGroup):
+            memory[sorted({*range(group.pool.num_blocks)} - group.pool.used_blocks())] = 0xFF
 
 
 @pytest.mark.slow
@@ -68,9 +86,10 @@ def flood(engine: Engine, name: str) -> None:
 def test_a_capsule_goes_to_every_tier_and_back_bit_by_bit(
     kind: str, dtype: str, kv_dtype: str, way: str, tmp_path: Path
 ) -> None:
-    """F14, F6, part, F24, part, S8, part: fp32, bf16 and FP8 KV; a prompt's capsule, and a running branch's.
+    """F1, F14, F6, part, F24, part, S8, part: a prompt's capsule, and a running branch's.
 
-    The fork and the branch that goes on draw what the whole run drew.
+    In fp32, bf16 and FP8 KV, with windows and with states; at last another worker fetches them. The fork and
+    the branch that goes on draw what the whole run drew.
     """
     sampling, grammar = WAYS[way]
     capsules = ("p.0", *(f"c{cut}.0" for cut in CUTS))
@@ -79,15 +98,22 @@ def test_a_capsule_goes_to_every_tier_and_back_bit_by_bit(
         return tiny_forward(kind, dtype, kv_dtype, num_blocks=181, block_size=4)
 
     def go_on(engine: Engine, name: str) -> None:
-        """Draw the whole again from the prompt's capsule, and its rest from each other one."""
-        fork = Fork(name, "p.0", (b"",), LIMITS, sampling, grammar=grammar)
-        assert run(engine, fork)[name] == whole
+        """Draw the whole again from the prompt's capsule, and its rest from each other one.
+
+        Side by side where that can't change a token: products in bfloat16 round by their number of rows.
+        """
+        expected = {name: whole}
+        forks = [Fork(name, "p.0", (b"",), LIMITS, sampling, grammar=grammar)]
         for capsule in capsules[1:]:
             found = engine._capsules.peek(CapsuleId(capsule))
             assert found is not None
-            rest = whole[found.boundary - len(PROMPT) :]
-            resume = Fork(name + capsule, capsule, (b"",), Limits(0), resumes=True)
-            assert run(engine, resume)[name + capsule] == rest
+            expected[name + capsule] = whole[found.boundary - len(PROMPT) :]
+            forks.append(Fork(name + capsule, capsule, (b"",), Limits(0), resumes=True))
+        batches = [forks] if dtype == "float32" else [[fork] for fork in forks]
+        found_tokens = {}
+        for batch in batches:
+            found_tokens |= run(engine, *batch)
+        assert found_tokens == expected
 
     first = forward()
     engine = engine_in(first, tmp_path)
@@ -97,7 +123,7 @@ def test_a_capsule_goes_to_every_tier_and_back_bit_by_bit(
     for i, tier in enumerate((HOST, DISK)):
         run(engine, *(Demote(f"d{i}{name}", name, tier) for name in capsules))
         assert engine.usage().live_blocks == 0
-        flood(engine, f"flood{i}")
+        flood(engine, first, f"flood{i}")
         computed = engine.stats().num_prefill_tokens
         run(engine, *(Promote(f"u{i}{name}", name) for name in capsules))
         assert {name: kv_bytes(engine, first, name) for name in capsules} == before
@@ -110,4 +136,21 @@ def test_a_capsule_goes_to_every_tier_and_back_bit_by_bit(
     assert {name: kv_bytes(again, fresh, name) for name in capsules} == before
     assert again.stats().num_prefill_tokens == 0
     go_on(again, "f")
-    again.close()
+    run(again, *(Promote(f"v{name}", name) for name in capsules))
+    lent = {name: kv_bytes(again, fresh, name) for name in capsules}
+    there = forward()
+    lender = Neighbours()
+    lender.engines["w0"] = again
+    other = make_engine(there, make_tiers(peers=lender))
+    for name in capsules:
+        held = again._capsules.peek(CapsuleId(name))
+        assert held is not None
+        text = [*PROMPT, *whole][: held.boundary]
+        holders = (holder(again, len(text), name),)
+        run(other, Prefill(f"m{name}", pack_tokens(text), capsule=name, holders=holders))
+    assert {name: kv_bytes(other, there, name) for name in capsules} == lent
+    assert other.stats().num_prefill_tokens == 0
+    go_on(other, "m")
+    for each in (again, other):
+        each.check()
+        each.close()

@@ -5,8 +5,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from mallee.gateway.capsules.files.record import identity_of
+from mallee.protocol.errors import CorruptExport
 from mallee.protocol.ids import Incarnation, Scope, WorkerId, private_part
 from mallee.protocol.messages import (
     Capture,
@@ -23,6 +26,7 @@ from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.watch import KVMemory
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
+from mallee.worker.storage.export import ExportReader, write_export
 from mallee.worker.transfer.lower import LowerTiers
 from mallee.worker.transfer.movers import Carrier, ThreadedMover
 from mallee.worker.transfer.prices import MeasuredPrices
@@ -135,6 +139,28 @@ async def test_a_file_has_the_state_of_recurrent_layers(tmp_path: Path) -> None:
         return Side(forward, tmp_path)
 
     await goes_on(side(), side(), *WAYS["sampled"])
+
+
+@pytest.mark.parametrize("num_lost", [1, 38])
+async def test_a_file_without_all_of_a_state_is_refused_by_name(
+    num_lost: int, tmp_path: Path
+) -> None:
+    """F1, part, F11, part: of 38 rows of the size of a block the last few have the convolutions' inputs."""
+    forward = tiny_forward("qwen3_5_text", "float32", "auto", num_blocks=64, block_size=BLOCK_SIZE)
+    side = Side(forward, tmp_path)
+    await run(side.engine, Prefill("c", pack_tokens(PROMPT)))
+    whole = await side.file_of("c.0")
+    identity, nbytes = identity_of(side.model, BLOCK_SIZE), side.model.block_nbytes(BLOCK_SIZE)
+    reader = ExportReader(identity, nbytes, max_payload_nbytes=1 << 20, max_blocks=1 << 10)
+    blocks = reader.feed(whole)[:-num_lost]
+    rows = np.array([np.frombuffer(block.data, np.uint8) for block in blocks])
+    keys = [block.key for block in blocks]
+    pieces = write_export(
+        identity, nbytes, capsule="exported", payload=reader.payload, keys=keys, rows=[rows]
+    )
+    with pytest.raises(CorruptExport, match=f"{58 - num_lost} blocks, where 77 tokens have 58"):
+        await side.taken("i", b"".join(bytes(piece) for piece in pieces))
+    side.close()
 
 
 async def goes_on(here: Side, there: Side, sampling: Sampling, grammar: Grammar | None) -> None:
