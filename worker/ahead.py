@@ -18,7 +18,12 @@ nothing is launched but the rows of a fork that draws meanwhile, which take the 
 they write; and the slot's block is the branch's again, or still.
 
 A fork's first token needs no pass, and its branch has no block of its own: its next row is launched in a free
-block, after the copy that it would begin with. If the branch gets that block, the copy is made.
+block, after the copy that it would begin with. If the branch gets that block, the copy is made. (Not if the
+model has side groups: then its row runs as ever.)
+
+A state is written to a slot of its own, beside the one that the pass under way writes, which the row reads.
+So a step that fails finds the state before it. If one of the branches gets no such slot, as capsules hold
+all others, nothing is launched.
 
 Steps that leave something of a prompt for the next one launch nothing. The decodes of that alone would be a
 pass of their own, which reads all weights once more than one pass with the next chunk does: the device would
@@ -72,6 +77,7 @@ class AheadPasses(ForwardPasses):
     def __init__(self, device: DeviceForward) -> None:
         super().__init__(device)
         self._device = device
+        self._are_states = [side.kind == "state" for side in device.spec.sides]
         self._ahead: dict[Branch, _Launched] = {}
         self._num_rests = 0  # launches to be left out
         self._num_rows = self._num_void = 0
@@ -156,7 +162,8 @@ class AheadPasses(ForwardPasses):
             return False
         if own.copy is not None and own.copy not in plan.copies:
             return False
-        return all(a[place] == b[place] for a, b in zip(row.sides, now.sides, strict=True))
+        written = [-1 if is_state else place for is_state in self._are_states]
+        return all(a[i] == b[i] for i, a, b in zip(written, row.sides, now.sides, strict=True))
 
     def _row(self, branch: Branch, spare: Spare | None = None) -> Row:
         """The next decode of `branch`, whose token is not known, in the block of `spare` if it has none."""
@@ -164,7 +171,11 @@ class AheadPasses(ForwardPasses):
         table = flatten(node, size)
         if spare is not None:
             table = np.append(table[: node.end // size], np.int32(spare.block))
-        return Row(_UNKNOWN, branch.length, table, 1, side_tables(node, size))
+        sides = side_tables(node, size)
+        if self._has_states:
+            tables = zip(self._are_states, sides, strict=True)
+            sides = tuple(table[-2:] if is_state else table for is_state, table in tables)
+        return Row(_UNKNOWN, branch.length, table, 1, sides)
 
     def stats(self) -> AheadStats:
         return AheadStats(self._num_rows, self._num_void)

@@ -119,8 +119,7 @@ class Engine:
         self._journal = Journal()
         config.scheduler.validate(forward.spec.max_model_len)
         self._ahead: AheadPasses | None = None
-        # A row that is launched ahead writes where its branch will: a state has no slot for that yet.
-        if device is not None and config.may_launch_ahead and not forward.spec.has_states:
+        if device is not None and config.may_launch_ahead:
             self._ahead = AheadPasses(device)
         self._passes: Passes = passes or self._ahead or ForwardPasses(forward)
         self._clock = clock
@@ -168,7 +167,7 @@ class Engine:
         )
         self._speculator: Speculator | None = None
         if config.speculation.drafters != "off" or draft_model is not None:
-            trim, room = self._sampler.trim, self._scheduler.blocks.stretch
+            trim, room = self._sampler.trim, self._scheduler.blocks.stretch_for_draft
             self._speculator = Speculator(
                 config.speculation, trim=trim, room=room, model=draft_model
             )

@@ -7,6 +7,7 @@ from weakref import WeakSet
 import pytest
 
 from mallee.mocker.passes import mock_spec
+from mallee.protocol import model
 from mallee.protocol.errors import DeviceMemoryExhausted
 from mallee.protocol.ids import branch_seed
 from mallee.protocol.messages import Cancel, Fork, Generate, Limits, Prefill, Sampling, pack_tokens
@@ -25,6 +26,7 @@ from mallee.worker.speculation.speculator import SpeculationConfig
 from support import flashinfer_emulator
 from support.driving import drive, engine_over
 from support.fake_device import Call, FakeDevice
+from support.fold_forward import FoldForward, fold_tokens
 from support.recorded_graphs import RecordedGraphs
 from support.tiers import LateMover, make_tiers
 
@@ -84,6 +86,28 @@ def test_the_next_pass_is_launched_before_a_token_is_here() -> None:
         expected += [("draw", i), ("ahead", i), ("collect", i)]
     assert calls == [*expected, ("draw", 5), ("collect", 5)]
     assert engine.stats().ahead == AheadStats(num_rows=5, num_void=0)
+
+
+@pytest.mark.parametrize("num_slots", [64, 12])
+def test_a_state_is_written_ahead_beside_the_one_of_the_pass_under_way(
+    monkeypatch: pytest.MonkeyPatch, num_slots: int
+) -> None:
+    """I18, part: for each token but the first, also where most slots are cache; no answer changes."""
+    monkeypatch.setattr(model, "MIN_STATES", num_slots)
+    device = FakeDevice(FoldForward(num_blocks=200, vocab_size=64))
+    engine = over(device, max_answer_capsules=0)
+    for i in range(12):
+        engine.submit(generate(f"s{i}", [i] * 9, 1), "g")
+    answers(engine)
+    assert num_slots > 12 or engine._tree.sides[0].pool.num_free < 3 * 3
+    prompts = [[5, 6, 7, i] for i in range(3)]
+    for i, prompt in enumerate(prompts):
+        engine.submit(generate(f"r{i}", prompt, 150), "g")
+    found = answers(engine)
+    for i, prompt in enumerate(prompts):
+        seed = branch_seed(HOT.seed, 0)
+        assert found[f"r{i}", 0] == fold_tokens(prompt, 150, sampling=HOT, seed=seed, vocab_size=64)
+    assert engine.stats().ahead == AheadStats(num_rows=3 * 149, num_void=0)
 
 
 def test_the_pass_after_a_forks_first_tokens_is_launched_before_they_are_here() -> None:
@@ -378,11 +402,11 @@ class _Tight(FakeDevice):
 # Models
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5_text"])
 def test_a_model_draws_the_same_tokens_with_passes_ahead(
     family: str, one_thread: Any, small_window_pools: Any
 ) -> None:
-    """I18, part, I5, part: in torch, whose draws and passes are launched as on a GPU; with windows, too."""
+    """I18, part, I5, part: in torch, launched as on a GPU; with windows, and with states."""
     model = random_model(family, 5)
     found = []
     for is_ahead in (True, False):

@@ -39,7 +39,7 @@ from support.engine_machine import (
 )
 from support.examples import examples
 from support.fake_device import Call, FakeDevice, Twin
-from support.tiered_machine import TieredMachine
+from support.tiered_machine import TieredMachine, TieredStateMachine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -189,6 +189,21 @@ class TieredAhead(TieredMachine):
     make_linear = FallibleAhead.make_linear
 
 
+class TieredStatesAhead(TieredAhead, TieredStateMachine):
+    """The same with a layer that folds all tokens into a state."""
+
+    num_blocks = 41
+
+    def make_forward(self) -> Forward:
+        return cast(
+            Forward,
+            FakeDevice(TieredStateMachine.make_forward(self), seed=2, told=self.collect),
+        )
+
+    def make_linear(self) -> Forward:
+        return TieredStateMachine.make_forward(self)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("machine", "num", "steps"),
@@ -197,6 +212,7 @@ class TieredAhead(TieredMachine):
         (FallibleAhead, 60, 40),
         (FallibleTorch, 8, 30),
         (TieredAhead, 60, 50),
+        (TieredStatesAhead, 60, 50),
     ],
 )
 def test_launching_ahead_changes_nothing_that_is_told(

@@ -274,10 +274,19 @@ class BranchTree:
         return Spare(block, copy)
 
     def trim(self, node: Node) -> None:
-        """Give back the blocks of `node` behind its tokens, those of a draft. It has one holder alone."""
+        """Give back the room of `node` behind its tokens: of a draft, or a pass ahead. It has one holder."""
         assert node.holders == 1, f"{node} is not its holder's own"
         assert not node.children, f"{node} is not its holder's own"
         self._store.trim(node)
+        for side in self.sides:
+            side.trim(node)
+
+    def extend_ahead(self, node: Node) -> bool:
+        """Whether `node`, which has blocks for it, has room for a pass after the one under way, until `trim`.
+
+        A state that is cache makes way, as one does for each pass.
+        """
+        return all(side.extend_ahead(node) for side in self.sides)
 
     def commit(
         self,

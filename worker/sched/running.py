@@ -311,12 +311,10 @@ class BlockBudget:
 
         Of free blocks alone: nothing is evicted for a draft, and no branch gives way.
         """
-        tree, node, pending = self._tree, node_of(branch), branch.num_pending
-        size = tree.block_size
-        if tree.has_states:  # these are left where blocks end, as without drafts
-            num_tokens = min(num_tokens, size - node.end % size - pending)
         if branch.room - branch.length >= num_tokens:
             return num_tokens
+        tree, node, pending = self._tree, node_of(branch), branch.num_pending
+        size = tree.block_size
         found = node.base + len(node.blocks) * size - branch.length
         if found < num_tokens and (free := tree.num_free_after(node)):
             found += min(-(-(num_tokens - found) // size), free) * size
@@ -324,6 +322,18 @@ class BlockBudget:
         num_tokens = min(found, num_tokens)
         branch.room = tree.room(node, pending + num_tokens)
         return num_tokens
+
+    def stretch_for_draft(self, branch: Branch, num_tokens: int) -> int:
+        """The same for a draft: states are left where blocks end, as without it."""
+        if self._tree.has_states:
+            num_tokens = min(num_tokens, -branch.length % self._tree.block_size)
+        return self.stretch(branch, num_tokens)
+
+    def stretch_ahead(self, branch: Branch, num_tokens: int) -> bool:
+        """Whether there is room for a pass after the one under way, which draws `num_tokens` of `branch`."""
+        if self.stretch(branch, num_tokens) < num_tokens:
+            return False
+        return not num_tokens or self._tree.extend_ahead(node_of(branch))
 
     def spare(self, branch: Branch) -> Spare | None:
         """A block for the next token of `branch`, which has none of its own; None if there is none free."""

@@ -265,10 +265,14 @@ class Scheduler:
                 self._roomy[branch] = spare
             elif not branch.room:
                 continue  # it drew its first token, and waits for blocks that leave
-            elif self.blocks.stretch(branch, num_drawn) < num_drawn:
-                continue
-            elif branch.room != before:
-                self._roomy[branch] = None
+            else:
+                has_room = self.blocks.stretch_ahead(branch, num_drawn)
+                if branch.room != before:
+                    self._roomy[branch] = None
+                if not has_room and self._tree.has_states:  # may last, as capsules hold slots:
+                    return {}  # a pass of the others beside one of its own would take longer
+                if not has_room:
+                    continue
             found[branch] = spare
         return found
 

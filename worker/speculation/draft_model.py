@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from msgspec import structs
 
-from mallee.protocol.errors import PoolExhausted
+from mallee.protocol.errors import ConfigError, PoolExhausted
 from mallee.protocol.hashing import as_tokens, block_hashes
 from mallee.protocol.messages import Sampling
 from mallee.worker.forward import Draw, Forward, ForwardBatch, Logits, Row
@@ -68,6 +68,14 @@ class DraftModel:
         clock: Callable[[], float],
         max_step_tokens: int = MAX_STEP_TOKENS,
     ) -> None:
+        """Raises ConfigError if layers of `forward` are recurrent."""
+        if (
+            forward.spec.has_states
+        ):  # behind an uncommitted token there is none to draft the next from
+            raise ConfigError(
+                f"draft_model {forward.spec.name} has recurrent layers, whose state can't go back to where a"
+                " draft was refused; give one without, or set speculation to prompt, sibling or auto"
+            )
         self._forward = forward
         self._clock = clock
         self._max_step_tokens = max_step_tokens

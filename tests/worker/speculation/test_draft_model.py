@@ -21,6 +21,7 @@ from mallee.worker.sched.policy import SchedulerConfig
 from mallee.worker.speculation.draft_model import DraftModel
 from mallee.worker.speculation.speculator import SpeculationConfig, SpeculationName
 from support.driving import engine_over
+from support.fold_forward import FoldForward
 from support.speculating import EachAlone, Teller, draft_by, draft_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -279,6 +280,13 @@ def test_a_draft_model_and_the_choice_of_drafters_must_agree() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             engine_over(Counted(), config=EngineConfig(speculation=config))
+
+
+def test_a_draft_model_with_recurrent_layers_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"draft_model mock has recurrent layers.*set speculation to prompt"
+    ):
+        draft_model(FoldForward(num_blocks=64))
 
 
 def test_lookups_come_before_the_model() -> None:

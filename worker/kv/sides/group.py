@@ -207,6 +207,14 @@ class SideGroup(ABC):
         With an `end` what is up to it comes from below: there is room only for what is read after it.
         """
 
+    def extend_ahead(self, node: Node) -> bool:
+        """Whether `node` has room for a pass after the one under way, in a place of its own until `trim`."""
+        return True
+
+    @abstractmethod
+    def trim(self, node: Node) -> None:
+        """Give back what `node` has room for beside its blocks."""
+
     @abstractmethod
     def has_room(self, num_blocks: int, num_texts: int, num_computed: int, num_states: int) -> bool:
         """Whether texts that take `num_blocks` in all have room; a step computes `num_computed` of them.

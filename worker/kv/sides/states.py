@@ -5,7 +5,8 @@ writes another, so the state before it is whole until the tokens are committed: 
 again, a fork reads its parent's state and writes its own without a copy, and a state stays by not being
 written over. Rejected: one slot a branch, written in place (a failed step would fold its tokens twice; a fork
 would copy). A pass that verifies a draft folds all of it: what is refused is taken out again before the rest
-is committed (`Forward.refold`).
+is committed (`Forward.refold`). A pass that is launched ahead of another one's draws reads the slot that this
+one writes, and writes one more.
 
 The end of a held node has a state, or its parent has it until the node's first tokens are computed; and a
 node that has room for more has a `target`. Behind a branch that goes on, the states stay that were left for a
@@ -63,21 +64,28 @@ class State:
 class StatePart:
     """A node's states, by the number of tokens that each is after.
 
-    `target` is the slot that the next pass of the node's one holder writes; `answer` the last end of a block
-    that it drew on to, no event of which has told.
+    `target` is the slot that the next pass of the node's one holder writes, `ahead` that of the pass after
+    it, while that may be launched; `answer` the last end of a block that it drew on to, no event of which has
+    told.
     """
 
-    __slots__ = ("answer", "states", "target")
+    __slots__ = ("ahead", "answer", "states", "target")
 
     def __init__(self) -> None:
         self.states: dict[int, State] = {}
         self.target: int | None = None
+        self.ahead: int | None = None
         self.answer: int | None = None
 
     def table(self, node: Node, place: int, block_size: int) -> BlockTable:
-        """The slot that a pass reads, and the one that it writes; NO_STATE where there is none."""
+        """The slot that a pass reads, and the one that it writes; NO_STATE where there is none.
+
+        Behind them that of a pass ahead, which reads the one before it.
+        """
         found = _find(node, place, node.end)
-        slots = (found.slot if found is not None else None, self.target)
+        slots = [found.slot if found is not None else None, self.target]
+        if self.ahead is not None:
+            slots.append(self.ahead)
         return np.array([NO_STATE if slot is None else slot for slot in slots], dtype=np.int32)
 
 
@@ -192,6 +200,21 @@ class StateGroup(SideGroup):
         if part.target is None:
             (part.target,) = self.pool.alloc(1, node)
 
+    def extend_ahead(self, node: Node) -> bool:
+        part = self._part(node)
+        if part.ahead is None and self.num_available:
+            self.evict(1)
+            if self.pool.num_free:
+                (part.ahead,) = self.pool.alloc(1, node)
+        return part.ahead is not None
+
+    def trim(self, node: Node) -> None:
+        part = self._part(node)
+        for slot in (part.target, part.ahead):
+            if slot is not None:
+                self.pool.free((slot,), node)
+        part.target = part.ahead = None
+
     def evict(self, num_blocks: int) -> None:
         while self.pool.num_coming < num_blocks:
             node, at = next(iter((self._passing or self._lasting).values()))
@@ -269,9 +292,7 @@ class StateGroup(SideGroup):
         part, at = self._part(node), node.end
         if not node.holders:
             self.final(node)
-            if part.target is not None:
-                self.pool.free((part.target,), node)
-                part.target = None
+            self.trim(node)
         state = part.states.get(at)
         if state is None:
             return
@@ -342,8 +363,8 @@ class StateGroup(SideGroup):
 
     def owned(self, node: Node) -> Sequence[int]:
         part = self._part(node)
-        slots = [state.slot for state in part.states.values()]
-        return slots if part.target is None else [*slots, part.target]
+        slots = (*(state.slot for state in part.states.values()), part.target, part.ahead)
+        return [slot for slot in slots if slot is not None]
 
     def check(self, nodes: AbstractSet[Node]) -> None:
         super().check(nodes)
@@ -360,6 +381,7 @@ class StateGroup(SideGroup):
         assert known == self.announced.counts(), "announced states that are not there"
         for node in nodes:
             assert node.holders or self._part(node).target is None, f"{node} runs for nobody"
+            assert self._part(node).ahead is None, f"{node} keeps a slot of a pass ahead"
             if node.holders:
                 assert self.can_resume(node, node.end), f"{node} lacks the state of its end"
 

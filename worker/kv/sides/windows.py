@@ -214,6 +214,9 @@ class WindowGroup(SideGroup):
     def copied(self, parent: Node) -> None:
         """Nothing to do: a block that is copied is among those that the child's holders read."""
 
+    def trim(self, node: Node) -> None:
+        """Nothing to do: all room is in blocks."""
+
     def final(self, node: Node) -> None:
         """Nothing to do: all blocks are announced."""
 
