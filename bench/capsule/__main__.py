@@ -4,8 +4,8 @@
                             [--model MODEL] [--folder DIR] [--out FILE]
 
 SmolLM2-135M, or `--model`, in bfloat16 on this CPU, one engine in this process, without HTTP. The last line
-is one JSON object: medians of the rounds, in seconds and ratios. Of another model only `ttft` is measured, and
-`nbytes`, what a capsule of each length takes.
+is one JSON object: medians of the rounds, in seconds and ratios. Of another model only `ttft` is measured,
+`nbytes`, what a capsule of each length takes, and `hits`, how much of a shared beginning prompts compute.
 
     ttft      first token after a prompt and 64 tokens more: all of it computed, and from a capsule on the
               device, in host memory, on disk
@@ -203,6 +203,16 @@ def swarm(tiered: Tiered, plain: Tiered, agents: int) -> dict[str, Any]:
     }
 
 
+def hits(tiered: Tiered, num_shared: int) -> dict[str, Any]:
+    """Tokens that 64 prompts compute of one beginning; their own ends have 50 to 250 tokens."""
+    shared, computed = prompt(num_shared, num_shared), []
+    for i in range(64):
+        own = prompt(50 + i * 200 // 63, 100 + i)
+        computed.append(tiered.generate([shared + own], 1).num_prefilled - len(own))
+    tiered.flood()
+    return {"first": computed[0], "second": computed[1], "others": max(computed[2:])}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
@@ -238,6 +248,7 @@ def main() -> None:
             found["swarm"] = {str(n): swarm(tiered, plain, n) for n in sorted({2, args.agents})}
         else:
             groups = tiered.forward.spec.groups
+            found["hits"] = {str(n): hits(tiered, n) for n in (600, 3000)}
             found["nbytes"] = {
                 str(n): sum(g.num_read(n, 16) * g.nbytes_per_block(16) for g in groups)
                 for n in lengths
