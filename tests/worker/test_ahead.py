@@ -426,9 +426,10 @@ def test_a_model_draws_the_same_tokens_with_passes_ahead(
     assert found[0] == found[1]
 
 
-def test_recorded_steps_are_launched_ahead(one_thread: Any) -> None:
+@pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
+def test_recorded_steps_are_launched_ahead(family: str, one_thread: Any) -> None:
     """I18, part: graphs replayed over tokens that only the device knows, forks among them."""
-    model = random_model(head_dim=64)
+    model = random_model(family, head_dim=64)
     found = []
     for is_ahead in (True, False):
         forward = model.forward(
