@@ -10,7 +10,7 @@ import numpy as np
 from mallee.mocker.run_length import RunLengthNotation, RunLengthTokens, answer_start, mixed
 from mallee.mocker.timing import Timing
 from mallee.protocol.messages import TokenLogprobs
-from mallee.protocol.model import ModelSpec
+from mallee.protocol.model import GroupSpec, ModelSpec
 from mallee.worker.forward import Draw, ForwardBatch, Logits, LogprobQuery
 from mallee.worker.forward import Row as BatchRow
 from mallee.worker.kv.node import Node
@@ -25,7 +25,11 @@ _SEEDLESS: Final = answer_start(0)
 
 
 def mock_spec(
-    *, vocab_size: int = 64, max_model_len: int = 1 << 20, eos_token_ids: tuple[int, ...] = ()
+    *,
+    vocab_size: int = 64,
+    max_model_len: int = 1 << 20,
+    eos_token_ids: tuple[int, ...] = (),
+    groups: tuple[GroupSpec, ...] = (),
 ) -> ModelSpec:
     """The spec of a mocked model."""
     return ModelSpec(
@@ -38,6 +42,7 @@ def mock_spec(
         head_dim=4,
         dtype_nbytes=1,
         eos_token_ids=eos_token_ids,
+        groups=groups,
     )
 
 

@@ -104,6 +104,9 @@ def replay(
             help="Bytes of a token's KV, where KV moves; by default those of the timing's model."
         ),
     ] = None,
+    state_bytes: Annotated[
+        int, typer.Option(help="Bytes of the states of a text, of a model with recurrent layers.")
+    ] = 0,
     link_gb_s: Annotated[float, typer.Option(help="GB/s of KV from worker to worker.")] = 25.0,
     shared_reads: Annotated[
         bool, typer.Option(help="Rows read the blocks that they share once (tree attention).")
@@ -151,6 +154,7 @@ def replay(
         faults=() if faults is None else load_faults(faults),
         prefill_engines=count("prefill-engines", prefill_engines) or 0,
         can_migrate=migrate,
+        state_nbytes=int(at_least_0("state-bytes", state_bytes)),
         link=LinkConfig(bytes_s=above_0("link-gb-s", link_gb_s) * 1e9, token_nbytes=kv_bytes),
         tiers=_tiers(host_kv_tokens, disk_kv_tokens, kv_bytes),
         retain_s=at_least_0("retain-s", retain_s),

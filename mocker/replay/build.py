@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 from typing import Any, Final, NamedTuple, TypeAlias, cast
 
+from mallee.mocker.passes import mock_spec
 from mallee.mocker.replay.clock import Clock
 from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.replay.costs import cost_model
@@ -64,6 +65,7 @@ class ReplayBuilder(NamedTuple):
             link=config.link if config.prefill_engines or config.can_migrate else None,
             is_lending=config.can_migrate,
             device=config.device,
+            spec=mock_spec(vocab_size=1 << 32, max_model_len=1 << 24, groups=config.groups),
             join_role="decode" if config.prefill_engines else "both",
         )
 

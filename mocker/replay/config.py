@@ -10,6 +10,7 @@ from mallee.mocker.tiers import TierConfig
 from mallee.mocker.timing import Timing, load_timing
 from mallee.mocker.timing.profiles import DEFAULT_TIMING
 from mallee.protocol.errors import ConfigError
+from mallee.protocol.model import GroupSpec
 from mallee.router.config import Policy
 
 POLICIES: Final[tuple[Policy, ...]] = get_args(Policy)
@@ -20,6 +21,7 @@ _AT_LEAST_1 = ("engines", "kv_tokens", "max_rows", "max_step_tokens", "gateways"
 _AT_LEAST_0 = (
     *("block_size", "concurrency", "max_requests", "max_output_tokens", "prefill_engines", "seed"),
     *("event_lag_s", "booking_lag_s", "detect_s", "answer_capsules", "retain_s"),
+    "state_nbytes",
 )
 _ABOVE_0 = ("speedup", "slo_ttft_s", "slo_itl_s")
 
@@ -65,6 +67,7 @@ class ReplayConfig:
     tiers: TierConfig | None = None
     link: LinkConfig = field(default_factory=LinkConfig)  # over which KV moves between workers
     device: DeviceConfig = field(default_factory=DeviceConfig)  # that engines share
+    state_nbytes: int = 0  # of recurrent layers, after a token; 0: the model has none
     can_migrate: bool = False  # workers lend each other KV, where that is cheaper than computing
     seed: int = 0
 
@@ -96,6 +99,16 @@ class ReplayConfig:
         if self.tiers is not None:
             self.tiers.validate()
         return self
+
+    @property
+    def groups(self) -> tuple[GroupSpec, ...]:
+        """Layers that keep other things than the KV of all tokens, after those; () if none do."""
+        if not self.state_nbytes:
+            return ()
+        return (
+            GroupSpec(kind="full", layers=(0,), nbytes=self.link.token_nbytes),
+            GroupSpec(kind="state", layers=(1,), nbytes=self.state_nbytes),
+        )
 
     def block_tokens(self, id_tokens: int) -> int:
         """Tokens of an engine's block. Raises ConfigError if ids and blocks don't fit together."""

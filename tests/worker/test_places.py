@@ -92,6 +92,22 @@ def test_what_a_long_prompt_leaves_on_its_way_pushes_no_other_place_out(
     assert cached(bench, "d", prompt) >= reached > 2900
 
 
+def test_the_places_of_a_prompt(make: MakeBench) -> None:
+    """Few named ones, the first; and none for one block more of known text."""
+    side = states(make())
+    assert side.places(48, 200, 64, ()) == {192: "end"}
+    assert side.places(48, 200, 80, ()) == {80: "branching", 192: "end"}
+    assert side.places(48, 193, 192, (60, 70, 100, 300)) == {
+        64: "named",
+        96: "named",
+        192: "end",
+    }
+    many = side.places(16, 2000, 0, range(0, 2000, 50))
+    found = [at for at, reason in many.items() if reason == "named"]
+    assert found == [at // 16 * 16 for at in range(50, 2000, 50)][: side.pool.num_blocks // 8]
+    assert side.places(192, 200, 192, (192,)) == {}
+
+
 def test_a_capsule_says_where_prompts_may_go_on_and_counts_its_state(make: MakeBench) -> None:
     """F12, part: at the last end of a block, where there is a state as long as there is room."""
     bench = make()

@@ -19,6 +19,7 @@ from mallee.protocol.errors import WorkerLost
 from mallee.protocol.events import Lease, Snapshot
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Command, Holder
+from mallee.protocol.model import ModelSpec
 from mallee.worker.records import EngineConfig
 
 Role: TypeAlias = Literal["both", "prefill", "decode"]
@@ -117,6 +118,7 @@ class Fleet:
         link: LinkConfig | None = None,
         is_lending: bool = False,
         device: DeviceConfig | None = None,
+        spec: ModelSpec | None = None,
     ) -> None:
         """Workers share devices, if `device` has several of them on each.
 
@@ -134,6 +136,7 @@ class Fleet:
         self._seed = seed
         self._tiers = tiers
         self._is_lending = is_lending
+        self._spec = spec
         self.peers: FleetPeers | None = None
         if link is not None:
             self.peers = FleetPeers(clock, link, put=self._put, left_at=self._left_at)
@@ -163,6 +166,7 @@ class Fleet:
             incarnation=incarnation,
             clock=self._clock.read,
             config=self._config,
+            spec=self._spec,
             texts=self._texts,
             seed=self._seed + incarnation,
             max_multi_step=1 << 20 if self.devices is None else 1,
@@ -195,6 +199,7 @@ class Fleet:
             is_prefix_closed=self._tiers is None,
             serves_kv=self._is_lending,
             is_draining=worker.is_draining,
+            windows=tuple(group.reach for group in worker.engine.spec.sides),
         )
 
     # Work

@@ -150,13 +150,16 @@ class StateGroup(SideGroup):
     def places(self, begin: int, end: int, num_known: int, named: Sequence[int]) -> Places:
         """Named places, the end of known text, and where a repeat of the text begins to compute.
 
-        Each takes a slot until it is given up. Of many named ones it is the first: most prompts share these.
+        Each takes a slot until it is given up. Of many named ones the first stay: most prompts share those.
+        One block more of known text is not worth a slot: each turn of a conversation would leave two.
         """
         last = self.aligned_len(end - 1)
         wanted = sorted({self.aligned_len(at) for at in named if begin < self.aligned_len(at)})
         most = max(1, self.pool.num_blocks // NAMED_SHARE)
         places: Places = dict.fromkeys(wanted[:most], "named")
-        places |= {num_known: "branching", last: "end"}
+        if num_known - begin > self._block_size:
+            places[num_known] = "branching"
+        places[last] = "end"
         return {at: reason for at, reason in places.items() if begin < at <= last}
 
     def chunk(self, begin: int, num_tokens: int, places: Places) -> int:
@@ -257,7 +260,7 @@ class StateGroup(SideGroup):
             self._drop(node, at)
         elif state.reason == "answer":
             part.answer = at
-            self._passing[state.slot] = (node, at)
+            self._cache(state)[state.slot] = (node, at)
         else:
             self._keep(node, at)
 
