@@ -235,6 +235,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     use: EngineUse | None = None
     fetch: FetchPrices | None = None  # None: nothing lies below the device
     block_nbytes: int = 0  # of KV that moves; 0: nothing lies below the device
+    state_rows: int = 0  # of as many bytes, that move with a text beside its blocks
 
 
 class LoanUse(msgspec.Struct, frozen=True, array_like=True):

@@ -174,6 +174,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Bytes of a block as it is stored and sent: one of the full group, or a row of a side's."""
         return self.groups[0].nbytes_per_block(block_size)
 
+    def num_state_rows(self, block_size: int) -> int:
+        """Rows of the size of a block that a text's states take as they are stored and sent."""
+        states = [group for group in self.sides if group.kind == "state"]
+        return sum(group.rows_per_block(self.groups[0], block_size) for group in states)
+
     def kv_identity(self) -> dict[str, str]:
         """Everything that a byte of KV depends on, by name: models that differ in a field share none."""
         fields = dict(self.kv_fields) or {

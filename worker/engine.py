@@ -685,14 +685,16 @@ class Engine:
     def load(self) -> Load:
         """The engine's load. Call between steps."""
         queues, use = self._scheduler.stats(), engine_use(self.stats(), self.kv_bytes(1))
+        state_rows = self._forward.spec.num_state_rows(self._tree.block_size)
         return Load(
             rows=queues.running,
             waiting=queues.waiting,
             active_blocks=self._tree.pool.num_blocks - self._tree.num_available,
             prefill_tokens=self._scheduler.prefill_tokens(),
             use=use,
-            fetch=self._lower.fetch_prices() if self._lower is not None else None,
+            fetch=self._lower.fetch_prices(state_rows) if self._lower is not None else None,
             block_nbytes=0 if use.tiers is None else use.tiers.block_nbytes,
+            state_rows=state_rows,
         )
 
     def close(self) -> None:

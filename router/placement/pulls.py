@@ -77,7 +77,7 @@ class PullFinder:
                     holders.append(self._holder(each, num * size))
         if not holders:
             return None
-        nbytes = num_blocks * self._block_nbytes(slot)
+        nbytes = self._nbytes(slot, num_blocks)
         prices = self._prices(choice, found[0], num_blocks)
         return Pull(reason, tuple(holders), num_blocks, nbytes, prices)
 
@@ -107,12 +107,13 @@ class PullFinder:
         lease = member.lease
         return Holder(lease.worker, lease.incarnation, lease.address, num_tokens, capsule or "")
 
-    def _block_nbytes(self, slot: int) -> int:
-        """Bytes of a block, as the worker told, if it did."""
+    def _nbytes(self, slot: int, num_blocks: int) -> int:
+        """Bytes of so many blocks and of a text's state, as the worker told, if it did."""
         member = self._fleet.by_slot[slot]
         load = None if member is None else member.lease.load
-        nbytes = 0 if load is None else load.block_nbytes
-        return nbytes or self._config.spill.kv_block_nbytes
+        if load is None or not load.block_nbytes:
+            return num_blocks * self._config.spill.kv_block_nbytes
+        return (num_blocks + load.state_rows) * load.block_nbytes
 
     def _pull_s(self, slot: int, num_blocks: int) -> float:
         """Seconds to pull so many blocks, as the worker measured if it did."""

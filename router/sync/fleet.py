@@ -139,7 +139,8 @@ class Fleet:
         if fetch.peer_block_s or not load.block_nbytes:
             return fetch
         block_s = load.block_nbytes * self._spill.migrate_byte_s
-        return replace(fetch, peer_first_s=self._spill.migrate_latency_s, peer_block_s=block_s)
+        first_s = self._spill.migrate_latency_s + load.state_rows * block_s
+        return replace(fetch, peer_first_s=first_s, peer_block_s=block_s)
 
     def on_events(self, batch: EventBatch) -> bool:
         """Take in `batch`; True if a snapshot of the worker is needed."""

@@ -357,13 +357,13 @@ class LowerTiers:
         self._counts["num_declined"] += sum(len(part.source.ids) for part in parts)
         return False
 
-    def fetch_prices(self) -> FetchPrices:
-        """The prices of fetches that begin now, and of computing."""
+    def fetch_prices(self, state_rows: int = 0) -> FetchPrices:
+        """The prices of fetches that begin now, and of computing; with each text come `state_rows`."""
         prices = self.prices
         seconds = [prices.compute_s(1)]
         for tier in (HOST, DISK, PEER):
             num, none_s = self._num_under_way(tier), prices.fetch_s(tier, 0)
-            seconds += [prices.fetch_s(tier, num), prices.fetch_s(tier, 1) - none_s]
+            seconds += [prices.fetch_s(tier, num + state_rows), prices.fetch_s(tier, 1) - none_s]
         return FetchPrices(*seconds)
 
     def fetch(
