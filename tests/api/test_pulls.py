@@ -21,7 +21,7 @@ from support.waiting import until
 
 pytestmark = pytest.mark.real_time  # KV crosses sockets between threads
 
-MODEL = random_model("llama", 5, max_position_embeddings=2048)
+MODELS = pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
 SECRET = Secret(b"the secret of this app")
 SAMPLED = {"ignore_eos": True, "seed": 3, "temperature": 1.0, "max_tokens": 12}
 ROWS = 2  # that a worker says it runs
@@ -67,10 +67,12 @@ class Transfers:
 
 
 @asynccontextmanager
-async def api(workers: int) -> AsyncIterator[tuple[httpx.AsyncClient, LiveFleet, Transfers]]:
-    transfers = Transfers()
+async def api(
+    family: str, workers: int
+) -> AsyncIterator[tuple[httpx.AsyncClient, LiveFleet, Transfers]]:
+    transfers, model = Transfers(), random_model(family, 5, max_position_embeddings=2048)
     try:
-        async with tiny_api(MODEL, 1, rows=ROWS, below=transfers.below) as (client, fleet):
+        async with tiny_api(model, 1, rows=ROWS, below=transfers.below) as (client, fleet):
             await transfers.serve(fleet)
             for number in range(1, workers):
                 await fleet.add_worker(f"w{number}")
@@ -92,16 +94,17 @@ async def fork(client: httpx.AsyncClient, made: dict[str, Any], n: int) -> list[
     return [(choice["text"], choice["mallee"]["prefill_tokens"]) for choice in choices]
 
 
-async def undisturbed(*numbers: int, n: int) -> list[list[tuple[str, int]]]:
+async def undisturbed(family: str, *numbers: int, n: int) -> list[list[tuple[str, int]]]:
     """The forks of such capsules on one worker."""
-    async with api(1) as (client, *_):
+    async with api(family, 1) as (client, *_):
         return [await fork(client, await capsule(client, number), n) for number in numbers]
 
 
-async def test_a_hot_capsules_fan_out_is_pulled_by_other_workers() -> None:
+@MODELS
+async def test_a_hot_capsules_fan_out_is_pulled_by_other_workers(family: str) -> None:
     """X6: beyond its worker's rows; bytes are counted, nothing is computed, and the texts are the same."""
-    (want,) = await undisturbed(0, n=FAN_OUT)
-    async with api(3) as (client, fleet, transfers):
+    (want,) = await undisturbed(family, 0, n=FAN_OUT)
+    async with api(family, 3) as (client, fleet, transfers):
         assert await fork(client, await capsule(client), FAN_OUT) == want
         assert all(computed == 0 for _, computed in want)
         stats = fleet.routers[0].stats()
@@ -122,11 +125,12 @@ def _block_nbytes(fleet: LiveFleet) -> int:
     return tiers.block_nbytes
 
 
-async def test_a_worker_that_drains_hands_over_its_capsules() -> None:
+@MODELS
+async def test_a_worker_that_drains_hands_over_its_capsules(family: str) -> None:
     """X6, part: by pulls, and not a token of them is computed."""
     numbers = range(3)
-    want = await undisturbed(*numbers, n=2)
-    async with api(1) as (client, fleet, transfers):
+    want = await undisturbed(family, *numbers, n=2)
+    async with api(family, 1) as (client, fleet, transfers):
         made = [await capsule(client, number) for number in numbers]
         await fleet.add_worker("w1")
         await transfers.serve(fleet)

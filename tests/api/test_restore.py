@@ -8,19 +8,23 @@ import pytest
 
 from mallee.client import AsyncMallee
 from mallee.protocol.errors import UnknownBranch, UnknownCapsule
-from mallee.testing.random_model import random_model
+from mallee.testing.random_model import RandomModel, random_model
 from support.live_fleet import LiveFleet, lose
 from support.tiny_fleet import chunks_of, post, tiny_api
 from support.waiting import until
 
-MODEL = random_model("llama", 5, max_position_embeddings=2048)
+MODEL, HYBRID = (
+    random_model(family, 5, max_position_embeddings=2048) for family in ("llama", "qwen3_5_text")
+)
 PROMPT = "".join(chr(33 + 7 * i % 90) for i in range(50))
 SAMPLED = {"ignore_eos": True, "seed": 3, "temperature": 1.0, "frequency_penalty": 0.5}
 
 
-def api() -> AbstractAsyncContextManager[tuple[httpx.AsyncClient, LiveFleet]]:
+def api(
+    model: RandomModel = MODEL,
+) -> AbstractAsyncContextManager[tuple[httpx.AsyncClient, LiveFleet]]:
     """One gateway and two workers, behind a real server."""
-    return tiny_api(MODEL, 2)
+    return tiny_api(model, 2)
 
 
 async def complete(client: httpx.AsyncClient, prompt: str, **options: Any) -> dict[str, Any]:
@@ -144,12 +148,13 @@ async def test_a_capsule_at_a_cut_is_computed_again_where_its_worker_died() -> N
 
 
 @pytest.mark.slow
-async def test_a_restored_branch_goes_on_elsewhere_when_its_worker_dies() -> None:
+@pytest.mark.parametrize("model", [MODEL, HYBRID], ids=["plain", "hybrid"])
+async def test_a_restored_branch_goes_on_elsewhere_when_its_worker_dies(model: RandomModel) -> None:
     """F1, part, X4, part: in mid-answer; it counts its penalties and draws from where it was."""
-    async with api() as (client, fleet):
-        whole = await complete(client, PROMPT, max_tokens=500)
+    async with api(model) as (client, fleet):
+        whole = await complete(client, PROMPT, max_tokens=300)
         path = f"/v1/capsules/{whole['mallee']['capsule']}"
-        asked = {"at": len(PROMPT) + 30, "stream": True, "max_tokens": 470}
+        asked = {"at": len(PROMPT) + 30, "stream": True, "max_tokens": 270}
         text, host = "", None
         async with client.stream("POST", f"{path}/restore", json=asked) as response:
             async for chunk in chunks_of(response):
@@ -159,8 +164,8 @@ async def test_a_restored_branch_goes_on_elsewhere_when_its_worker_dies() -> Non
                     host = await lose(fleet, whole["mallee"]["worker"])
         assert text == whole["text"][30:]
         assert choice["mallee"]["worker"] != whole["mallee"]["worker"]
-        again = await post(client, f"/v1/capsules/{choice['mallee']['capsule']}/rewind", to=300)
-        assert again["drawn"] == 300 - len(PROMPT)
+        again = await post(client, f"/v1/capsules/{choice['mallee']['capsule']}/rewind", to=200)
+        assert again["drawn"] == 200 - len(PROMPT)
         assert host is not None
         await host.close()
 

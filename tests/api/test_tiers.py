@@ -11,7 +11,7 @@ import pytest
 from mallee.client import AsyncMallee
 from mallee.protocol.errors import InvalidParameter
 from mallee.protocol.ids import COMMON, WorkerId
-from mallee.testing.random_model import random_model
+from mallee.testing.random_model import RandomModel, random_model
 from mallee.worker.engine import MakeTiers
 from mallee.worker.storage.files import owned_capsules
 from support.live_fleet import LiveFleet, lose
@@ -19,13 +19,15 @@ from support.tiny_fleet import post, tiny_api
 from support.volumes import volume_tiers
 from support.waiting import until
 
-MODEL = random_model("llama", 5, max_position_embeddings=2048)
+MODEL, HYBRID = (
+    random_model(family, 5, max_position_embeddings=2048) for family in ("llama", "qwen3_5_text")
+)
 PROMPT = "".join(chr(33 + 7 * i % 90) for i in range(50))
 SAMPLED = {"ignore_eos": True, "seed": 3, "temperature": 1.0, "max_tokens": 12}
 
 
 def api(
-    folder: Path | None, *, host_blocks: int = 64, workers: int = 1
+    folder: Path | None, *, host_blocks: int = 64, workers: int = 1, model: RandomModel = MODEL
 ) -> AbstractAsyncContextManager[tuple[httpx.AsyncClient, LiveFleet]]:
     """One gateway and its workers, behind a real server. Without a `folder` there is no disk."""
 
@@ -33,7 +35,7 @@ def api(
         own = None if folder is None else folder / worker
         return volume_tiers(own, host_blocks=host_blocks)
 
-    return tiny_api(MODEL, workers, num_blocks=256, below=below)
+    return tiny_api(model, workers, num_blocks=256, below=below)
 
 
 async def forked(client: httpx.AsyncClient, capsule: str, **options: Any) -> tuple[str, int]:
@@ -108,9 +110,12 @@ async def test_an_unknown_tier_or_capsule_is_refused_clearly() -> None:
         assert (await forked(client, made["id"]))[1] == 0
 
 
-async def test_a_durable_capsule_comes_back_with_its_worker(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", [MODEL, HYBRID], ids=["plain", "hybrid"])
+async def test_a_durable_capsule_comes_back_with_its_worker(
+    tmp_path: Path, model: RandomModel
+) -> None:
     """F24, part: its owner forks it under its id at the same gateway, and nothing of it is computed."""
-    async with api(tmp_path) as (client, fleet):
+    async with api(tmp_path, model=model) as (client, fleet):
         kept = await post(client, "/v1/capsules", prompt=PROMPT, ttl_s=600)
         gone = await post(client, "/v1/capsules", prompt=PROMPT[::-1])
         want, _ = await forked(client, kept["id"])

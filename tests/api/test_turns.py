@@ -16,25 +16,37 @@ import pytest
 
 from mallee.api.text.chat import ChatTemplate
 from mallee.api.text.families import FAMILIES
-from mallee.testing.random_model import random_model
+from mallee.testing.random_model import RandomModel, random_model
 from support.live_fleet import LiveFleet, lose
 from support.tiny_fleet import BLOCK, chunks_of, post, tiny_api
 from support.waiting import until
 
 MODEL = random_model("llama", 5, max_position_embeddings=8192)
+HYBRID = random_model("qwen3_5_text", 5, max_position_embeddings=8192, eos_token_id=ord("|"))
 (QWEN,) = (family for family in FAMILIES if family.name == "qwen3")
 OPTIONS = {"ignore_eos": True, "seed": 3, "temperature": 0}
 QUESTION = {"role": "user", "content": "Once upon a time, in a wood of many trunks"}
 NEXT = {"role": "user", "content": "What was that?"}
 NUM_SEEN = 9
 # A prompt's end that the next one's may replace: the beginning of an answer without reasoning.
-END = len("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+START = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+END = len(START)
+# The same where a message ends with a token that models end by: recurrent layers leave a state there.
+OF_MARKS = f"""
+{{%- for tool in tools or [] %}}{{{{ tool | tojson }}}}|{{% endfor %}}
+{{%- for message in messages %}}
+    {{{{- '<|im_start|>' + message.role + '\n' + message.content }}}}
+    {{%- for call in message.tool_calls or [] %}}{{{{ call.function | tojson }}}}{{% endfor %}}|
+{{%- endfor %}}
+{{%- if add_generation_prompt %}}{START}{{% endif %}}"""
 salts = itertools.count()
 
 
-def api_of(workers: int) -> AbstractAsyncContextManager[tuple[httpx.AsyncClient, LiveFleet]]:
-    chat = ChatTemplate(None, family=QWEN)
-    return tiny_api(MODEL, workers, num_blocks=4096, settings={"chat": chat})
+def api_of(
+    workers: int, model: RandomModel = MODEL
+) -> AbstractAsyncContextManager[tuple[httpx.AsyncClient, LiveFleet]]:
+    chat = ChatTemplate(None, family=QWEN) if model is MODEL else ChatTemplate(OF_MARKS)
+    return tiny_api(model, workers, num_blocks=4096, settings={"chat": chat})
 
 
 class Messages:
@@ -252,10 +264,12 @@ class ResponsesAgent(Responses):
         ]
 
 
-async def run(make: Callable[[], Any], workers: int, losses: Sequence[int] = ()) -> list[Answer]:
+async def run(
+    make: Callable[[], Any], model: RandomModel, workers: int, losses: Sequence[int] = ()
+) -> list[Answer]:
     """The answers of one agent; before the turns in `losses` the worker of the turn before dies."""
     agent, found = make(), list[Answer]()
-    async with api_of(workers) as (client, fleet):
+    async with api_of(workers, model) as (client, fleet):
         for turn in range(NUM_TURNS):
             if turn in losses:
                 await lose(fleet, found[-1].worker)
@@ -271,14 +285,22 @@ async def run(make: Callable[[], Any], workers: int, losses: Sequence[int] = ())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [ChatAgent, MessagesAgent, ResponsesAgent])
-async def test_a_lost_worker_costs_its_prompt_once_and_no_token(make: Callable[[], Any]) -> None:
+@pytest.mark.parametrize(
+    ("make", "model"),
+    [
+        *((make, MODEL) for make in (ChatAgent, MessagesAgent, ResponsesAgent)),
+        pytest.param(ChatAgent, HYBRID, id="hybrid"),
+    ],
+)
+async def test_a_lost_worker_costs_its_prompt_once_and_no_token(
+    make: Callable[[], Any], model: RandomModel
+) -> None:
     """F31, part, X4, part: turns with tools compute what is new; a dead worker's are computed again, once.
 
     The texts are those of an agent whose worker lives, as tokens are characters here.
     """
-    calm = await run(make, 1)
-    rough = await run(make, 1 + len(LOSSES), LOSSES)
+    calm = await run(make, model, 1)
+    rough = await run(make, model, 1 + len(LOSSES), LOSSES)
     assert all(each.text for each in calm)
     assert [each.text for each in rough] == [each.text for each in calm]
     assert [each.prompt for each in rough] == [each.prompt for each in calm]

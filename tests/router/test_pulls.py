@@ -64,20 +64,21 @@ def test_an_idle_worker_pulls_what_a_loaded_one_holds() -> None:
 
 
 def test_a_worker_that_measured_pulls_is_priced_by_them() -> None:
-    """X6, part: until then by the bytes of its blocks, if it tells them."""
+    """X6, part: until then by the bytes of its blocks and of a text's state, if it tells them."""
     bench = lending(2)
     bench.events("w0", stored(LONG))
     bench.book("q", prompt(9, 8000), "w0")
     prices = FetchPrices(0.0, 0.0, 0.0, 0.0, 0.0)
-    for fetch, pull_s in (
-        (prices, 1e-4 + 100 * 5e-4),
-        (replace(prices, peer_first_s=0.02, peer_block_s=0.003), 0.32),
-        (replace(prices, peer_first_s=0.02, peer_block_s=0.005), 0.0),  # computed: 0.004 a block
+    for fetch, state_rows, pull_s in (
+        (prices, 0, 1e-4 + 100 * 5e-4),
+        (prices, 40, 1e-4 + 140 * 5e-4),
+        (replace(prices, peer_first_s=0.02, peer_block_s=0.003), 0, 0.32),
+        (replace(prices, peer_first_s=0.02, peer_block_s=0.005), 0, 0.0),  # computed: 0.004 a block
     ):
-        lend(bench, "w1", load=Load(0, 0, 0, 0, None, fetch, 500_000))
+        lend(bench, "w1", load=Load(0, 0, 0, 0, None, fetch, 500_000, state_rows))
         placed = bench.route("b", LONG)
         assert placed.cost.pull_s == pytest.approx(pull_s)
-        assert placed.pull is None or placed.pull.nbytes == 100 * 500_000
+        assert placed.pull is None or placed.pull.nbytes == (100 + state_rows) * 500_000
         bench.router.free(RequestId("b"))
 
 

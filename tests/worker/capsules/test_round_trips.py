@@ -47,12 +47,8 @@ def engine_in(forward: TorchForward, folder: Path, life: int = 1) -> Engine:
 
     There all capsules of a test have room, and little more.
     """
-    state_rows = sum(
-        group.rows_per_block(forward.spec.groups[0], 4)
-        for group in forward.spec.sides
-        if group.kind == "state"
-    )
-    return make_engine(forward, volume_tiers(folder, host_blocks=60 + 4 * state_rows), life)
+    num = 60 + 4 * forward.spec.num_state_rows(forward.block_size)
+    return make_engine(forward, volume_tiers(folder, host_blocks=num), life)
 
 
 def make_engine(forward: TorchForward, below: MakeTiers, life: int = 1) -> Engine:
