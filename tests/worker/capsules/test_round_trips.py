@@ -47,7 +47,7 @@ def engine_in(forward: TorchForward, folder: Path, life: int = 1) -> Engine:
 
     There all capsules of a test have room, and little more.
     """
-    num = 60 + 4 * forward.spec.num_state_rows(forward.block_size)
+    num = 60 + 4 * forward.spec.side_rows(forward.spec.max_model_len, forward.block_size)
     return make_engine(forward, volume_tiers(folder, host_blocks=num), life)
 
 
