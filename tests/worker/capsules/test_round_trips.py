@@ -82,7 +82,7 @@ def flood(engine: Engine, forward: TorchForward, name: str) -> None:
 def test_a_capsule_goes_to_every_tier_and_back_bit_by_bit(
     kind: str, dtype: str, kv_dtype: str, way: str, tmp_path: Path
 ) -> None:
-    """F1, F14, F6, part, F24, part, S8, part: a prompt's capsule, and a running branch's.
+    """F1, part, F11, F14, F6, part, F24, part, S8, part: a prompt's capsule, and a running branch's.
 
     In fp32, bf16 and FP8 KV, with windows and with states; at last another worker fetches them. The fork and
     the branch that goes on draw what the whole run drew.
