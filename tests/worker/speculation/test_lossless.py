@@ -120,9 +120,10 @@ def generate(name: str, text: Sequence[int], limits: Limits, **options: Any) -> 
 
 
 def make_tiny(family: str, *, speculates: bool) -> Engine:
+    """With room for all states: what is evicted is no matter here."""
     forward: Any = make_mocked(is_hybrid=True, vocab_size=TINY_VOCAB, num_blocks=1024)
     if family != "hybrid":
-        forward = random_model(family, 3).forward(num_blocks=300, block_size=SIZE)
+        forward = random_model(family, 3).forward(num_blocks=1024, block_size=SIZE)
     return make_engine(forward, speculates=speculates, max_step_tokens=64, max_rows=16)
 
 
