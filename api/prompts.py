@@ -20,7 +20,7 @@ from mallee.api.text.tokenizer import Tokenizer
 from mallee.protocol.errors import BadRequest, ContextLengthExceeded, InvalidParameter
 from mallee.protocol.hashing import Tokens, as_tokens
 
-_OTHER: Final = "\ufffc"  # a text that goes on otherwise
+_OTHER: Final = "\uffff"  # a text that goes on otherwise; no text has this non-character
 
 
 class RenderedPrompt(NamedTuple):

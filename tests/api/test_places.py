@@ -70,6 +70,12 @@ def test_messages_end_and_marks_stand_where_others_may_go_on(places: Any) -> Non
     assert places("/v1/completions", {"prompt": [*b"a" * 20], "kv_hints": hints}) == ["a" * 7]
 
 
+def test_a_mark_is_found_behind_any_other_text(places: Any) -> None:
+    talk = [{"role": "user", "content": [text("\ufffc"), text(LONG, **MARK), text(ASKS)]}]
+    (first, *_) = places("/v1/chat/completions", {"messages": talk})
+    assert first == f"<user>\ufffc\n{LONG}"
+
+
 def test_no_request_names_many(places: Any) -> None:
     talk = [{"role": "user", "content": [text(f"{i}.", **MARK) for i in range(40)]}]
     (first, *rest) = places("/v1/chat/completions", {"messages": talk})

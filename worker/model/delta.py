@@ -18,7 +18,7 @@ from torch.nn.functional import pad, silu, softplus
 from mallee.worker.model.config import DeltaShape
 from mallee.worker.model.loading.weights import LayerWeights
 from mallee.worker.model.ops import Ops
-from mallee.worker.model.states import Folds, LayerStates
+from mallee.worker.model.states import Folds, LayerStates, Turns
 
 _NORM_EPS = 1e-6  # of queries and keys
 
@@ -68,7 +68,8 @@ class DeltaRule:
         if folds.is_single:
             return self._single(parts, folds.read, folds.written, states)
         out = q.new_empty(n + 1, heads, own.value_dim)  # the last is that of no token
-        self._long(parts, folds, states.matrices, out)
+        for turns in folds.long:
+            self._long(parts, turns, folds, states.matrices, out)
         if len(folds.singles):
             own_parts = tuple(x.index_select(0, folds.singles) for x in parts)
             slots = [x.index_select(0, folds.single_rows) for x in (folds.read, folds.written)]
@@ -118,13 +119,14 @@ class DeltaRule:
     def _long(
         self,
         parts: _Parts,
+        turns: Turns,
         folds: Folds,
         matrices: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """The rows of several tokens, whose outputs go to `out`."""
-        num, width = folds.turns.shape
-        flat = folds.turns.flatten()
+        """The rows of `turns`, whose outputs go to `out`."""
+        num, width = turns.tokens.shape
+        flat = turns.tokens.flatten()
         # [turns, heads, tokens, ...]; tokens that fill a turn up change nothing: they learn at rate 0.
         q, k, v, decay, rate = (
             pad(x, [0, 0] * (x.dim() - 1) + [0, 1])
@@ -144,15 +146,16 @@ class DeltaRule:
         q = q * total.exp().unsqueeze(-1)
         k = k * (total[..., -1:] - total).exp().unsqueeze(-1)
         rest = total[..., -1].exp()[..., None, None]
-        state = matrices.index_select(0, folds.read.index_select(0, folds.long_rows))
+        state = matrices.index_select(0, folds.read.index_select(0, turns.rows))
         answers, begin = [], 0
-        for count in folds.counts:
+        for count in turns.counts:
             turn = slice(begin, begin + count)
             before = state[:count]
             learned = news[turn] - seen[turn] @ before.mT
             answers.append(q[turn] @ before.mT + own[turn] @ learned)
-            state[:count] = before * rest[turn] + learned.mT @ k[turn]
+            flat_state = before.mul_(rest[turn]).flatten(0, 1)  # in its place: many are large
+            flat_state.baddbmm_(learned.mT.flatten(0, 1), k[turn].flatten(0, 1))
             begin += count
-        matrices.index_copy_(0, folds.written.index_select(0, folds.long_rows), state)
+        matrices.index_copy_(0, folds.written.index_select(0, turns.rows), state)
         found = torch.cat(answers).transpose(1, 2).flatten(0, 1)
         out.index_copy_(0, flat, found)

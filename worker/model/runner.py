@@ -589,8 +589,11 @@ def work_of(
     item = weights.embedding.dtype.itemsize
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     # The stream before and after, a norm, a layer's heads twice, and its MLP: gate, up, their product.
+    states = 0
     if config.delta is not None:  # in float32, a few times over
         heads = max(heads, 6 * (config.delta.conv_inputs + config.delta.values))
+        most_rows = min(room.max_rows, room.max_step_tokens // 2)  # of several tokens
+        states = -(-most_rows * config.delta.matrix_nbytes // room.max_step_tokens)
     inner = 3 * config.intermediate_size
     if (own := config.experts) is not None:  # all tokens may choose one expert
         routed = own.num_chosen * config.hidden_size  # each token for each of its experts
@@ -598,7 +601,7 @@ def work_of(
     values = 3 * config.hidden_size + 2 * heads + inner
     return Work(
         weights=weights.nbytes,
-        token_nbytes=values * item,
+        token_nbytes=values * item + states,
         row_nbytes=config.vocab_size * item,
         block_nbytes=spec.block_nbytes(block_size),
         max_rows=room.max_rows,
@@ -618,7 +621,7 @@ def _affordable(budget_bytes: int | None, specs: Sequence[ModelSpec], block_size
     """The blocks (of the full group) that the budget buys each model. Raises ConfigError if none."""
     if budget_bytes is None:
         raise ConfigError("give num_blocks or kv_budget_bytes")
-    block_nbytes = sum(spec.kv_bytes_per_token for spec in specs) * block_size
+    block_nbytes = _kv_nbytes(specs, 1, block_size)
     if budget_bytes < block_nbytes:
         raise ConfigError(
             f"kv_budget_bytes={budget_bytes} is less than one block of {block_nbytes} bytes; raise it"

@@ -53,12 +53,23 @@ def layer_states(
     return found
 
 
+class Turns(NamedTuple):
+    """Rows of several tokens, cut into turns of `width`, in each of which the first rows take part.
+
+    Where a turn is not full, it has tokens of number n, those of the step.
+    """
+
+    rows: torch.Tensor  # the longest first
+    tokens: torch.Tensor  # [sum of `counts`, width]
+    counts: tuple[int, ...]  # rows in each turn
+
+
 class Folds(NamedTuple):
     """The states of a step's rows before and after it, and the cut of its tokens, by place in the batch.
 
     For the convolution rows lie behind one another, each behind the inputs that its state keeps. Rows of one
-    token are folded together; longer ones by turns of `width` tokens, in each of which the first rows, the
-    longest, take part. Where a turn is not full, it has tokens of number n.
+    token are folded together, and so are longer ones, apart from those that fill a turn of `FOLD`: each
+    takes as much as the widest beside it.
     """
 
     read: torch.Tensor  # [rows] slots
@@ -69,9 +80,7 @@ class Folds(NamedTuple):
     length: int  # of the line
     single_rows: torch.Tensor  # [singles]
     singles: torch.Tensor  # [singles] their tokens
-    long_rows: torch.Tensor  # [longs], the longest first
-    turns: torch.Tensor  # [sum of `counts`, width] tokens
-    counts: tuple[int, ...]  # rows in each turn
+    long: tuple[Turns, ...]
     verified: torch.Tensor  # tokens of rows of which several logits are wanted (`Forward.refold`)
     begins: Mapping[int, int]  # of these rows' tokens among them, by slot written
 
@@ -90,7 +99,7 @@ class Folds(NamedTuple):
     @property
     def is_single(self) -> bool:
         """Whether each row has one token."""
-        return not self.counts
+        return not self.long
 
 
 def make_folds(
@@ -105,12 +114,8 @@ def make_folds(
     begins = ends - sizes
     firsts = begins + np.arange(len(rows)) * kept  # of each row in the line
     steps = np.arange(kept)
-    is_long = sizes > 1
-    longs = np.flatnonzero(is_long)
-    longs = longs[np.argsort(-sizes[longs], kind="stable")]
-    most = int(sizes.max())
-    width = FOLD if most >= FOLD else 1 << (most - 1).bit_length()
-    turns, counts = _turns(begins[longs], sizes[longs], width, int(ends[-1]))
+    is_long, fills = sizes > 1, sizes >= FOLD
+    long = [_turns(begins, sizes, own) for own in (fills, is_long & ~fills) if own.any()]
     verifies = np.array([row.num_logits > 1 for row in rows])
     own = sizes[verifies]
     begins_of_own = zip(slots[verifies, 1].tolist(), (own.cumsum() - own).tolist(), strict=True)
@@ -122,9 +127,8 @@ def make_folds(
         (firsts[:, None] + sizes[:, None] + steps).ravel(),
         np.flatnonzero(~is_long),
         begins[~is_long],
-        longs,
-        turns.ravel(),
         np.flatnonzero(np.repeat(verifies, sizes)),
+        *(part.ravel() for rows_of, tokens, _ in long for part in (rows_of, tokens)),
     ]
     there = sent_together([part.astype(np.int64) for part in parts], device)
     return Folds(
@@ -136,25 +140,28 @@ def make_folds(
         length=int(ends[-1]) + len(rows) * kept,
         single_rows=there[5],
         singles=there[6],
-        long_rows=there[7],
-        turns=there[8].view(-1, width),
-        counts=counts,
-        verified=there[9],
+        long=tuple(
+            Turns(there[8 + 2 * i], there[9 + 2 * i].view(tokens.shape), counts)
+            for i, (_, tokens, counts) in enumerate(long)
+        ),
+        verified=there[7],
         begins=dict(begins_of_own),
     )
 
 
 def _turns(
-    begins: np.ndarray, sizes: np.ndarray, width: int, none: int
-) -> tuple[np.ndarray, tuple[int, ...]]:
-    """The tokens of each turn of rows, the longest of which come first, and the rows in it."""
+    begins: np.ndarray, sizes: np.ndarray, takes: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
+    """The rows that it `takes`, and the tokens and counts of their turns."""
+    rows = np.flatnonzero(takes)
+    rows = rows[np.argsort(-sizes[rows], kind="stable")]
+    begins, sizes, none = begins[rows], sizes[rows], int(sizes.sum())
+    width = min(FOLD, 1 << (int(sizes[0]) - 1).bit_length())
     found, counts = [], []
-    for done in range(0, int(sizes.max(initial=0)), width):
-        taking = sizes > done
-        num = int(taking.sum())
+    for done in range(0, int(sizes[0]), width):
+        num = int((sizes > done).sum())
         places = done + np.arange(width)
         tokens = begins[:num, None] + places
         found.append(np.where(places < sizes[:num, None], tokens, none))
         counts.append(num)
-    turns = np.concatenate(found) if found else np.empty((0, width), dtype=np.int64)
-    return turns, tuple(counts)
+    return rows, np.concatenate(found), tuple(counts)

@@ -134,6 +134,8 @@ def nested(**fields: Any) -> dict[str, Any]:
         (HYBRID, {"partial_rotary_factor": 0.2}, r"partial_rotary_factor=0\.2 of 16 dimensions"),
         (HYBRID, {"rope_parameters": {"partial_rotary_factor": 0.01}}, "no even number"),
         (HYBRID, {"rope_parameters": {"partial_rotary_factor": 1.5}}, "no even number"),
+        (HYBRID, {"rope_parameters": {"partial_rotary_factor": float("nan")}}, "no even"),
+        (HYBRID, {"rope_parameters": {"partial_rotary_factor": float("inf")}}, "no even"),
         (HYBRID, {"partial_rotary_factor": 1}, None),
         (HYBRID, {"linear_num_key_heads": 3}, "linear_num_value_heads=32 is no multiple"),
         (HYBRID, {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim=1"),

@@ -46,6 +46,11 @@ def test_too_small_a_budget_is_refused(tmp_path: Path) -> None:
         load(tmp_path)
     with pytest.raises(ConfigError, match="num_blocks=0"):
         load(tmp_path, num_blocks=0)
+    random_model("qwen3_5_text").save(hybrid := tmp_path / "hybrid")
+    needed = load(hybrid, num_blocks=1).spec.kv_nbytes(1, 16)  # with a state
+    with pytest.raises(ConfigError, match=f"less than one block of {needed} bytes"):
+        load(hybrid, kv_budget_bytes=needed - 1)
+    assert load(hybrid, kv_budget_bytes=needed).num_blocks == 1
 
 
 def room(free: int, total: int = 2 * GIB, **options: Any) -> Room:
@@ -80,6 +85,17 @@ def test_a_step_is_given_room_for_each_token_once_for_each_of_its_experts() -> N
     fewer, more = found
     assert more.token_nbytes - fewer.token_nbytes == 4 * 2 * 64 * 4
     assert more.weights == fewer.weights
+
+
+def test_a_step_is_given_room_for_the_state_of_each_row_of_several_tokens() -> None:
+    """I23, part: a matrix of one layer for each of 4 rows, in a step of 64 tokens."""
+    found = []
+    for dim in (32, 64):
+        model = random_model("qwen3_5_text", linear_value_head_dim=dim, intermediate_size=1 << 16)
+        own = (model.config, model.forward().decoder.weights, model.forward().spec)
+        found.append(runner.work_of(*own, 4, room(GIB)).token_nbytes)
+    values = 4 * 32  # more of them, with the gate twice, six times over and twice
+    assert found[1] - found[0] == 4 * (12 * 2 * values) + 4 * (4 * 32 * values) // 64
 
 
 def test_a_device_without_room_is_refused_with_the_sum(tmp_path: Path) -> None:

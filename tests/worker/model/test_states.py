@@ -72,6 +72,15 @@ def test_rows_beside_one_another_fold_as_alone(sequences: Callable[..., Any]) ->
         assert np.allclose(ours, theirs, atol=1e-4)
 
 
+def test_short_rows_are_not_filled_up_to_the_turns_of_long_ones(
+    sequences: Callable[..., Any],
+) -> None:
+    run = sequences(random_model(FAMILY, 3).forward(num_blocks=500))
+    run.step(*(run.row(str(i), prompt(n)) for i, n in enumerate((3, FOLD + 1, 1, 2, 4))))
+    shapes = [(turns.rows.tolist(), turns.tokens.shape) for turns in run.forward._folds.long]
+    assert shapes == [([1], (2, FOLD)), ([4, 0, 3], (3, 4))]
+
+
 def test_what_was_refused_of_a_draft_is_taken_out_of_the_state(
     sequences: Callable[..., Any],
 ) -> None:

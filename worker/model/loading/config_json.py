@@ -269,8 +269,8 @@ def _rotary_dim(own: _Fields, head_dim: int) -> int | None:
     share = own.number("partial_rotary_factor", absent=1) if given is None else given
     if share == 1:
         return None
-    turned = int(head_dim * share) if isinstance(share, float) else 0
-    if not 0 < turned <= head_dim or turned % 2:
+    turned = int(head_dim * share) if isinstance(share, float) and 0 < share < 1 else 0
+    if not turned or turned % 2:
         raise UnsupportedModel(
             f"partial_rotary_factor={share!r} of {head_dim} dimensions is no even number of them"
         )
