@@ -173,7 +173,7 @@ class _Reader:
                 message = Message("user", self._of_text(block, where))
             else:
                 message = self._result(block, where)
-            self.add(message, "cache_control" in block)
+            self.add(message, block.get("cache_control") is not None)
 
     def _result(self, block: dict[str, Any], param: str) -> Message:
         call_id = _string(block, "tool_use_id", param)
@@ -197,7 +197,8 @@ class _Reader:
         if not blocks:
             self.add(Message("assistant"))
         for block, where in blocks:
-            self.add(parts[block["type"]](block, where), "cache_control" in block)
+            message = parts[block["type"]](block, where)
+            self.add(message, block.get("cache_control") is not None)
 
 
 def _thinking(block: dict[str, Any], param: str) -> Message:

@@ -76,6 +76,15 @@ def test_a_mark_is_found_behind_any_other_text(places: Any) -> None:
     assert first == f"<user>\ufffc\n{LONG}"
 
 
+def test_a_mark_of_null_is_none(places: Any) -> None:
+    none = [text(f"{i}.", cache_control=None) for i in range(4)]
+    talk = [{"role": "user", "content": [text(LONG, **MARK), *none]}]
+    for path in ("/v1/messages", "/v1/chat/completions"):
+        (first, *rest) = places(path, {"messages": talk, "max_tokens": 5})
+        assert first == f"<user>{LONG}"
+        assert len(rest) == 1, "the end of the message"
+
+
 def test_no_request_names_many(places: Any) -> None:
     talk = [{"role": "user", "content": [text(f"{i}.", **MARK) for i in range(40)]}]
     (first, *rest) = places("/v1/chat/completions", {"messages": talk})
