@@ -149,3 +149,14 @@ def test_places_that_make_no_sense_are_refused_and_the_others_cost_nothing(
         each.run(generate("a", text(200), places=(7, 150, 9000)))
         steps = each.engine.stats().num_steps
         assert steps == (2 + NUM if each.forward.spec.has_states else NUM)
+
+
+def test_kept_capsules_leave_slots_to_run_in(make: MakeBench) -> None:
+    """F13, part: each takes a slot, however short it is; one for which there is none is not kept."""
+    bench = make(num_blocks=160)
+    for i in range(20):
+        bench.submit(generate(f"r{i}", text(9 + i), keep_s=60.0))
+        bench.run()
+        cached(bench, f"r{i}", text(9 + i))
+    num_kept = bench.engine.stats().capsules.kept
+    assert num_kept == int(0.9 * states(bench).pool.num_blocks)

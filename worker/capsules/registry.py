@@ -575,7 +575,8 @@ class CapsuleRegistry:
             held = [each.node for each in weights if each is not None and each.node is not None]
             nodes = with_ancestors(held)
             kept = sum(len(node.blocks) for node in nodes) + len(held) * self.limits.row_blocks
-            needed = beside(nodes)
+            state = self._tree.weight(0)  # which no other text shares
+            kept, needed = max(kept, len(set(held)) * state), max(beside(nodes), state)
         if kept + promised + needed > most:
             self._num_refused += 1
             raise CapsulesFull(needed, kept + promised, most)
