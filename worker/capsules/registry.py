@@ -223,8 +223,8 @@ class CapsuleRegistry:
         self._put(capsule, ttl_s=0.0, is_kept=False)
         if len(self._replaceable) > self.limits.max_replaceable:
             self.replace_oldest()
-        while self._tree.lacks_states and self.reclaim_any():
-            pass  # the state of one answer is worth less than that of a place that prompts share
+        while self._tree.lacks_states and len(self._replaceable) > 1 and self.reclaim_any():
+            pass  # the state of an answer, but the last, is worth less than that of a place that prompts share
 
     def keep_or_leave(self, capsule: Capsule, keep_s: float | None) -> None:
         """Keep `capsule`, if that was asked for and there is room; else leave it while there is room."""
