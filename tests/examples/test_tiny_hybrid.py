@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(1700)]
 
 
 def test_tiny_hybrid_is_far_from_random_and_answers_by_the_demos_document() -> None:
-    """Which sentence it takes is no promise: trainings have found 2 to 4 of the five that were asked for."""
+    """The sentence it takes is no promise: trainings have found 2 to 4 of the five that were asked for."""
     folder = tiny_hybrid()
     assert folder == resolve_model("tiny-hybrid")
     figures = json.loads((folder / STAMP).read_text())
