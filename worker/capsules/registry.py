@@ -224,7 +224,7 @@ class CapsuleRegistry:
         if len(self._replaceable) > self.limits.max_replaceable:
             self.replace_oldest()
         while self._tree.lacks_states and len(self._replaceable) > 1 and self.reclaim_any():
-            pass  # the state of an answer, but the last, is worth less than that of a place that prompts share
+            pass  # an answer's state, but for the last one's, is worth less than a place that prompts share
 
     def keep_or_leave(self, capsule: Capsule, keep_s: float | None) -> None:
         """Keep `capsule`, if that was asked for and there is room; else leave it while there is room."""
