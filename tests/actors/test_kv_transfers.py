@@ -41,6 +41,11 @@ pytestmark = pytest.mark.real_time  # KV is sent by threads that block
 
 PROMPT = [3 + i % 29 for i in range(100)]
 FLIP_S = 2.0
+OF_RECURRENT_LAYERS = {
+    "mallee_worker_cached_states",
+    "mallee_worker_cached_state_bytes",
+    "mallee_worker_evicted_states_total",
+}
 
 
 class Fleet:
@@ -145,7 +150,7 @@ async def test_a_worker_shows_its_memory_and_its_latencies_to_scrapers(
         used = load.use.used_blocks * load.use.block_nbytes
         assert _sample(text, "mallee_worker_memory_bytes", 'part="kv"') == used > 0
         await until(lambda: _active(found.leases["w0"]) > 0)
-        assert not check_exposition(text, "worker")
+        assert check_exposition(text, "worker") == OF_RECURRENT_LAYERS
         for name, count in (("time_to_first_token", 2), ("inter_token_latency", 14)):
             assert _sample(text, f"vllm:{name}_seconds_count") == count
         assert _sample(text, "mallee_engine_step_seconds_count") >= 8

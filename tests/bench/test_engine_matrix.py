@@ -86,10 +86,11 @@ def test_every_family_gives_the_plain_engine_s_answers_in_every_phase(
     status, lines, report = sanity_run(capsys)
     assert (status, report["has_failed"]) == (0, False)
     assert list(report["models"]) == list(FAMILIES)
-    for found in report["models"].values():
+    for family, found in report["models"].items():
         assert found["differ"] == {phase: [] for phase in sanity.phases()}
         assert all(0 <= d["accepted"] <= d["drafted"] > 0 for d in found["requests"].values())
-        assert any(drafts["accepted"] for drafts in found["requests"].values())
+        if not FAMILIES[family].is_hybrid:  # random ones hardly repeat themselves
+            assert any(drafts["accepted"] for drafts in found["requests"].values())
         for request, drafts in found["requests"].items():
             told = (
                 f"  request {request}: {drafts['accepted']} of {drafts['drafted']} drafts accepted"

@@ -292,7 +292,7 @@ def test_kernels_are_tried_before_they_serve(monkeypatch: pytest.MonkeyPatch) ->
     assert type(choose_backend(wide, **options, uses_kernels=False).ops) is Ops
 
 
-@examples(30)
+@examples(12)
 @given(ROWS, st.sampled_from([1, 3, 8]), st.sampled_from([(32, 32), (128, 128), (24, 40)]))
 def test_tokens_are_folded_as_by_torch(
     kernels: Kernels, n: int, heads: int, dims: tuple[int, int]
