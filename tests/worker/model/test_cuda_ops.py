@@ -293,7 +293,11 @@ def test_kernels_are_tried_before_they_serve(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @examples(12)
-@given(ROWS, st.sampled_from([1, 3, 8]), st.sampled_from([(32, 32), (128, 128), (24, 40)]))
+@given(
+    st.sampled_from([1, 2, 5]),
+    st.sampled_from([1, 3]),
+    st.sampled_from([(32, 32), (128, 128), (24, 40)]),
+)
 def test_tokens_are_folded_as_by_torch(
     kernels: Kernels, n: int, heads: int, dims: tuple[int, int]
 ) -> None:
