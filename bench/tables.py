@@ -280,6 +280,21 @@ def policies(data: Json) -> Iterator[str]:
         yield grid(name.removesuffix(".json").replace("_", " "), rows, columns)
 
 
+def _first_tokens(data: Json) -> str:
+    columns: dict[str, Column] = {"computed, s": "cold"}
+    for name in ("device", "host", "disk"):
+        columns |= {f"from {name}, s": name, f"{name}: times better": f"{name}_speedup"}
+    return grid("tokens before 64 new ones", data["ttft"].items(), columns)
+
+
+def hybrid(data: Json) -> Iterator[str]:
+    yield _first_tokens(data)
+    columns: dict[str, Column] = {"first": "first", "second": "second", "the others": "others"}
+    yield "Tokens that 64 prompts compute of their common beginning:\n\n" + grid(
+        "tokens in common", data["hits"].items(), columns
+    )
+
+
 def capsule_replays(data: Json) -> Iterator[str]:
     columns: dict[str, Column] = {
         "session, mean s": "session_s/mean",
@@ -1119,10 +1134,7 @@ def flood(data: Json) -> Iterator[str]:
 
 
 def capsule(data: Json) -> Iterator[str]:
-    columns: dict[str, Column] = {"computed, s": "cold"}
-    for name in ("device", "host", "disk"):
-        columns |= {f"from {name}, s": name, f"{name}: times better": f"{name}_speedup"}
-    yield grid("tokens before 64 new ones", data["ttft"].items(), columns)
+    yield _first_tokens(data)
     copies = data["copies"]
     rows = [
         (label, number(copies[f"{name}_bytes_s"] / 1e6), _share(copies[f"{name}_share"]))
@@ -1387,6 +1399,13 @@ SECTIONS = {
         "One engine in this process, without HTTP: SmolLM2 135M in bf16, 2 threads. SwarmKV reports 1.95"
         " for two agents and 52 for the second one's activation, FlashRT 5.7 at 8 k, on GPUs.",
         capsule,
+    ),
+    "hybrid": Section(
+        "Capsules of a hybrid model",
+        "python -m bench.capsule --model tiny-hybrid",
+        "One engine in this process, without HTTP: a trained hybrid of 5 million parameters in bf16, 2"
+        " threads. The ends of the prompts have 50 to 250 tokens; no place is named (docs/hybrid.md).",
+        hybrid,
     ),
     "migration": Section(
         "KV that workers lend",
