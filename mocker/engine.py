@@ -125,10 +125,8 @@ class MockedEngine:
             below=self._tiers.make if self._tiers is not None else None,
         )
         self._timing = timing
-        has_states = any(group.kind == "state" for group in self.spec.groups)
-        self._max_multi_step = (
-            1 if has_states else max_multi_step
-        )  # a step may leave a state behind
+        # A step may leave a state behind.
+        self._max_multi_step = 1 if self.spec.has_states else max_multi_step
         self._result: StepResult | None = None
         self._run: _Run | None = None
         self._num_steps = 0

@@ -244,9 +244,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     use: EngineUse | None = None
     fetch: FetchPrices | None = None  # None: nothing lies below the device
     block_nbytes: int = 0  # of KV that moves; 0: nothing lies below the device
-    side_blocks: int = (
-        0  # that move with a text of any length, beside its own: of windows and states
-    )
+    side_blocks: int = 0  # of windows and states, that move with a text beside its own
 
 
 class LoanUse(msgspec.Struct, frozen=True, array_like=True):

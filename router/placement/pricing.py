@@ -104,9 +104,8 @@ class Offers(NamedTuple):
     waypoints: Hashes  # of the prompt's path: `router.load.paths`
     held: Counts  # [num_tiers, max_workers], cumulative over tiers, with predictions
     active: Counts  # [max_workers] in use by running requests
-    matched: Counts | None = (
-        None  # [max_workers] in device memory, where not all can be gone on from
-    )
+    matched: Counts | None = None
+    """[max_workers] in device memory, where not all can be gone on from."""
 
 
 class Choice(NamedTuple):
