@@ -104,6 +104,7 @@ class Decoder:
 
     def logits(self, plan: Plan, memory: Sequence[LayerMemory]) -> torch.Tensor:
         """Write the batch's KV into `memory`, by layer; scores after each of `plan.outputs`: [k, vocab]."""
+        self._verified.clear()  # those of the pass before are of no use any more
         hidden = embedding(plan.tokens, self.weights.embedding)
         if self._embedding_scale is not None:
             hidden = hidden * self._embedding_scale
