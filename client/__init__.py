@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from mallee.client.aio import AsyncBranch, AsyncBranches, AsyncCapsule, AsyncMallee, AsyncSession
 from mallee.client.calls import Budget
-from mallee.client.errors import ApiError, ConnectionFailed, NoCapsule, StreamBroken
+from mallee.client.errors import (
+    ApiError,
+    ConnectionFailed,
+    JournalFailed,
+    NoCapsule,
+    StreamBroken,
+)
 from mallee.client.results import BranchEvent, CapsuleCount, CapsuleData, ToolCall, Usage
 from mallee.client.sessions import (
     BoundSession,
@@ -44,7 +50,6 @@ from mallee.protocol.errors import (
     KVMemoryExceeded,
     LookupIncomplete,
     MalleeError,
-    NotAwaited,
     NotFound,
     NoWorker,
     Overloaded,
@@ -60,16 +65,15 @@ from mallee.protocol.errors import (
     Unavailable,
     UnknownBranch,
     UnknownCapsule,
-    UnknownGraph,
     UnknownModel,
     WorkerLost,
 )
 
 if TYPE_CHECKING:  # graphs cost 30 ms to import: loaded by those that use them
-    from mallee.client.graphs.aio import AsyncGraphRun
-    from mallee.client.graphs.builder import Graph, Handle
+    from mallee.client.graphs.builder import Graph
     from mallee.client.graphs.results import GraphEvent, GraphNode, GraphResult
-    from mallee.client.graphs.running import GraphRun
+    from mallee.client.graphs.running import AsyncGraphRun, GraphRun
+    from mallee.graphs.nodes import Handle
 
 __all__ = [
     "ApiError",
@@ -109,13 +113,13 @@ __all__ = [
     "IncompatibleCapsule",
     "InvalidGraph",
     "InvalidParameter",
+    "JournalFailed",
     "KVMemoryExceeded",
     "LookupIncomplete",
     "Mallee",
     "MalleeError",
     "NoCapsule",
     "NoWorker",
-    "NotAwaited",
     "NotFound",
     "Overloaded",
     "QueueFull",
@@ -137,20 +141,19 @@ __all__ = [
     "Unavailable",
     "UnknownBranch",
     "UnknownCapsule",
-    "UnknownGraph",
     "UnknownModel",
     "Usage",
     "WorkerLost",
 ]
 
 _LATE = {
-    "AsyncGraphRun": "aio",
-    "Graph": "builder",
-    "GraphEvent": "results",
-    "GraphNode": "results",
-    "GraphResult": "results",
-    "GraphRun": "running",
-    "Handle": "builder",
+    "AsyncGraphRun": "client.graphs.running",
+    "Graph": "client.graphs.builder",
+    "GraphEvent": "client.graphs.results",
+    "GraphNode": "client.graphs.results",
+    "GraphResult": "client.graphs.results",
+    "GraphRun": "client.graphs.running",
+    "Handle": "graphs.nodes",
 }
 
 
@@ -158,4 +161,4 @@ def __getattr__(name: str) -> Any:
     """A name of graphs, when it is asked for."""
     if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"mallee.client.graphs.{_LATE[name]}"), name)
+    return getattr(import_module(f"mallee.{_LATE[name]}"), name)

@@ -79,13 +79,16 @@ from mallee.client.sessions import (
 from mallee.protocol.errors import MalleeError, NotFound, UnknownCapsule
 
 if TYPE_CHECKING:  # see sync
+    from os import PathLike
+
     import httpx
     import openai
 
-    from mallee.client.graphs.aio import AsyncGraphRun
-    from mallee.client.graphs.builder import Graph, Handle
+    from mallee.client.graphs.builder import Graph
+    from mallee.client.graphs.running import AsyncGraphRun
     from mallee.client.searches.local import AsyncValue, LogprobScore
     from mallee.client.searches.remote import ServiceUrl
+    from mallee.graphs.nodes import Handle
     from mallee.search.policy import Policy, SearchBudget
     from mallee.search.results import SearchResult
     from mallee.search.scores import Verifier
@@ -111,22 +114,20 @@ class AsyncAsking(BaseMallee["AsyncBranches", "PendingCapsule"]):
         *,
         outputs: "Sequence[Handle]" = (),
         max_running: int | None = None,
+        journal: "str | PathLike[str] | None" = None,
         cache_salt: str | None = None,
         **terms: Unpack[Terms],
     ) -> "AsyncGraphRun":
         """Run a graph; see `Asking.run`."""
-        from mallee.client.graphs.aio import AsyncGraphRun
-        from mallee.client.graphs.builder import run_graph
+        from mallee.client.graphs.running import AsyncGraphRun
 
-        params = self._with_model({"cache_salt": cache_salt, **terms})
-        call = run_graph(graph, outputs, max_running, params)
-        request = partial(self._request, stream=True)
         return AsyncGraphRun(
-            *(call, graph.tools),
-            base_url=self.base_url,
-            request=request,
-            send=self._send,
-            max_retries=self.max_retries,
+            self,
+            graph,
+            outputs,
+            max_running=max_running,
+            journal=journal,
+            params=self._with_model({"cache_salt": cache_salt, **terms}),
         )
 
     async def search(
@@ -214,6 +215,7 @@ class AsyncMallee(AsyncAsking):
         import httpx
 
         super().__init__(base_url, api_key, model, max_retries)
+        self._transport = transport
         self._http = httpx.AsyncClient(
             base_url=self.base_url, headers=self._headers, timeout=timeout_s, transport=transport
         )

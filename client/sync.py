@@ -80,13 +80,16 @@ from mallee.client.sessions import (
 from mallee.protocol.errors import MalleeError, NotFound, UnknownCapsule
 
 if TYPE_CHECKING:  # httpx costs 100 ms to import: loaded by the first client, not by the import
+    from os import PathLike
+
     import httpx
     import openai
 
-    from mallee.client.graphs.builder import Graph, Handle
+    from mallee.client.graphs.builder import Graph
     from mallee.client.graphs.running import GraphRun
     from mallee.client.searches.local import LogprobScore, Value
     from mallee.client.searches.remote import ServiceUrl
+    from mallee.graphs.nodes import Handle
     from mallee.search.policy import Policy, SearchBudget
     from mallee.search.results import SearchResult
     from mallee.search.scores import Verifier
@@ -115,25 +118,24 @@ class Asking(BaseMallee["Branches", "Capsule"]):
         *,
         outputs: "Sequence[Handle]" = (),
         max_running: int | None = None,
+        journal: "str | PathLike[str] | None" = None,
         cache_salt: str | None = None,
         **terms: Unpack[Terms],
     ) -> "GraphRun":
         """Run a graph. `outputs`: by default the nodes that no other takes from.
 
-        Raises InvalidGraph for one that can't run, before it is sent where that shows here.
+        `journal`: a file that gets what is done, from which the same graph goes on; one run at a time has it.
+        A budget in `mallee` bounds all of its nodes together. Raises InvalidGraph for one that can't run.
         """
-        from mallee.client.graphs.builder import run_graph
         from mallee.client.graphs.running import GraphRun
 
-        params = self._with_model({"cache_salt": cache_salt, **terms})
-        call = run_graph(graph, outputs, max_running, params)
-        request = partial(self._request, stream=True)
         return GraphRun(
-            *(call, graph.tools),
-            base_url=self.base_url,
-            request=request,
-            send=self._send,
-            max_retries=self.max_retries,
+            self,
+            graph,
+            outputs,
+            max_running=max_running,
+            journal=journal,
+            params=self._with_model({"cache_salt": cache_salt, **terms}),
         )
 
     def search(
@@ -235,6 +237,7 @@ class Mallee(Asking):
         import httpx
 
         super().__init__(base_url, api_key, model, max_retries)
+        self._transport = transport
         self._http = httpx.Client(
             base_url=self.base_url, headers=self._headers, timeout=timeout_s, transport=transport
         )

@@ -175,12 +175,5 @@ FIELDS: Final[Mapping[str, Mapping[str, Any]]] = {
     "session_id": {"description": "The session, as vLLM and SGLang name it.", "maxLength": 128},
     "SessionForkRequest.capsule": {"description": "One of its capsules."},
     "parent": {"description": "The session that a new one is below.", "maxLength": 128},
-    "nodes": {"description": "Nodes, which name those that they take from.", "minItems": 1},
-    "outputs": {
-        "description": "Nodes that are wanted; those that no other takes from, if left out."
-    },
-    "max_running": {"description": "Nodes on workers at once.", "minimum": 1, "maximum": 128},
-    "output": {"description": "What the tool says: a text, or a list of texts."},
-    "error": {"description": "Why the call failed.", "minLength": 1, "maxLength": 1024},
     "mallee": {"description": "Fields of Mallee's own."},
 }

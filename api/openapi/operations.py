@@ -5,7 +5,6 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from mallee.api.capsules.bulk import MAX_AGE_S, TIERS
-from mallee.api.graphs.requests import GraphRequest, ResultRequest
 from mallee.api.live.batch import BatchRequest
 from mallee.api.messages.errors import OVERLOADED
 from mallee.api.messages.schemas import CountRequest, MessagesRequest
@@ -118,13 +117,6 @@ _ITEMS: Final = {
     "after": {"type": "string"},
 }
 _BRANCH: Final = "/v1/requests/{request}/branches/{branch}"
-_GRAPH: Final = "/v1/graphs/{graph}"
-_NODES: Final = [
-    {"kind": "prefill", "name": "doc", "text": "A mallee is"},
-    {"kind": "branch", "name": "one", "of": "doc", "text": " a tree", "max_tokens": 8},
-    {"kind": "branch", "name": "two", "of": "doc", "text": " a bird", "max_tokens": 8},
-    {"kind": "join", "name": "both", "inputs": ["one", "two"]},
-]
 _RECORD: Final = "/v1/sessions/{session:path}/record"
 
 
@@ -345,38 +337,6 @@ OPERATIONS: Final = (
         "Drop an item",
         bodies.ConversationBody,
         refusals=(404,),
-    ),
-    Operation(
-        method="POST",
-        path="/v1/graphs",
-        handler="graphs.create",
-        summary="Run a graph of prefills, branches, joins and tools",
-        answer=bodies.GraphBody,
-        body=GraphRequest,
-        example={"nodes": _NODES},
-        refusals=(404, 409),
-        streams=True,
-    ),
-    Operation(
-        "GET", _GRAPH, "graphs.get", "A graph as it stands", bodies.GraphBody, refusals=(404,)
-    ),
-    Operation(
-        "DELETE",
-        _GRAPH,
-        "graphs.delete",
-        "Cancel a graph, and forget it",
-        bodies.GraphDeleted,
-        refusals=(404,),
-    ),
-    Operation(
-        method="POST",
-        path=f"{_GRAPH}/nodes/{{node}}/result",
-        handler="graphs.result",
-        summary="The result of a tool's call",
-        answer=bodies.GraphResult,
-        body=ResultRequest,
-        example={"output": "42"},
-        refusals=(404, 409),
     ),
     Operation("GET", "/v1/models", "models", "The models served: one", bodies.ModelList),
     Operation(

@@ -30,8 +30,6 @@ BARE = {
     ("api/live/socket.py", "TaskGroup"): "its connection waits for all of them",
     ("api/live/socket.py", "create_task"): "in that group",
     ("api/live/socket.py", "to_thread"): "a frame that is parsed, while its connection waits",
-    ("api/graphs/running.py", "TaskGroup"): "its graph's work waits for all of them",
-    ("api/graphs/running.py", "create_task"): "in that group",
     ("api/search/running.py", "ensure_future"): "its search takes in how each ends",
     ("api/callbacks/callbacks.py", "to_thread"): "files that are read, once",
     ("actors/mock/stack.py", "create_task"): "`wait` takes in how the server ends",

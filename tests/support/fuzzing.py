@@ -343,8 +343,6 @@ class FuzzedApi:
         if "session" in names or operation.handler == "sessions.close_named":
             session = operation.example.get("session_id", "s")
             self._posted("/v1/completions", session_id=session)
-        if "graph" in names:
-            found |= {"graph": self._posted("/v1/graphs")["id"], "node": "one"}
         if "response" in names:
             found["response"] = self._posted("/v1/responses")["id"]
         if "conversation" in names:

@@ -154,24 +154,6 @@ async def test_asking_searching_graphs_and_workers(stack: MockStack) -> None:
         await page.locator("#state", has_text="beam: best 0.").wait_for()
         await page.locator(".says .value").first.wait_for()
 
-        body = {
-            "nodes": [
-                {"kind": "prefill", "name": "doc", "text": "a mallee"},
-                {"kind": "branch", "name": "one", "of": "doc", "text": " is", "max_tokens": 4},
-            ]
-        }
-        graph = (await client.post("/v1/graphs", json=body)).json()["id"]
-        await page.keyboard.press("Escape")
-        await page.locator("#forest").focus()
-        await page.keyboard.press("3")
-        await page.locator("#find-graph input").fill(graph)
-        await page.locator("#find-graph button").click()
-        await page.locator("#timeline", has_text="done, 2 nodes").wait_for()
-        assert await page.locator(".lane .drew").count() == 1
-        await page.locator("#find-graph input").fill("none")
-        await page.locator("#find-graph button").click()
-        await page.locator("#trouble", has_text="none").wait_for()
-
         await page.locator("#tab-workers").click()
         await page.locator(".card", has_text="w1").wait_for()
         assert await page.locator(".card .ready").count() == await page.locator(".card").count()
