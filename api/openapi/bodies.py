@@ -576,21 +576,6 @@ class Decisions(Body, frozen=True, kw_only=True):
     life: dict[str, Any] = OMITTED
 
 
-class BatchResult(Body, frozen=True, kw_only=True):
-    """`body`: the answer to the operation, or its error."""
-
-    status: int
-    body: Any
-
-
-class Batch(Body, frozen=True, kw_only=True):
-    """The results, in the order of the operations."""
-
-    object: Literal["batch"]
-    failed: int
-    data: list[BatchResult]
-
-
 class BranchState(Body, frozen=True, kw_only=True):
     state: str
     at_s: float
