@@ -10,7 +10,7 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Match, Route, Router, WebSocketRoute
+from starlette.routing import BaseRoute, Match, Route, Router
 from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as AsgiScope
 
@@ -21,6 +21,7 @@ from mallee.api.answers import (
 )
 from mallee.api.branches.budgets import Budgets
 from mallee.api.branches.handlers import BranchHandlers
+from mallee.api.branches.records import RecordHandlers
 from mallee.api.callbacks.callbacks import Callbacks, CountCallback, ignore
 from mallee.api.capsules.handlers import CapsuleHandlers
 from mallee.api.chat.reading import ChatReader
@@ -33,8 +34,6 @@ from mallee.api.entry.middleware import (
 )
 from mallee.api.errors import RETRY_AFTER_S
 from mallee.api.jobs import JobMaker
-from mallee.api.live.handlers import LiveHandlers
-from mallee.api.live.socket import LiveSocket
 from mallee.api.messages.errors import AnthropicErrors
 from mallee.api.messages.handlers import MessagesHandlers
 from mallee.api.openapi.document import document
@@ -48,13 +47,6 @@ from mallee.api.prompts import PromptReader
 from mallee.api.responses.conversation_routes import ConversationHandlers
 from mallee.api.responses.room import Responses
 from mallee.api.responses.turns import TurnMaker
-from mallee.api.schemas import (
-    AnyRequest,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
 from mallee.api.search.handlers import SearchHandlers
 from mallee.api.search.policies import installed_policies
 from mallee.api.serve import CountSearch, Server, json_response
@@ -67,6 +59,13 @@ from mallee.api.ui.handlers import UiHandlers
 from mallee.gateway.access.access import Access
 from mallee.gateway.access.scopes import Scopes
 from mallee.gateway.gateway import Gateway
+from mallee.protocol.api.generate import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from mallee.protocol.api.shared import AnyRequest
 from mallee.protocol.errors import NotFound, NoWorker
 from mallee.protocol.ids import Scope
 from mallee.runtime.config import ChatSettings, HttpSettings, ResponsesSettings
@@ -100,7 +99,7 @@ class Api:
         self.sessions = SessionHandlers(server, asking, draw_seed=draw_seed)
         self.branches = branches
         self.capsules = CapsuleHandlers(server, maker, asking)
-        self.live_requests = LiveHandlers(server, asking)
+        self.records = RecordHandlers(server, asking)
         self.searches = SearchHandlers(
             server, maker, asking, installed_policies(), draw_seed=draw_seed
         )
@@ -268,7 +267,7 @@ def build_api(
     tokenizing = Tokenizing(reader, chat_reader, tokenizer, gateway.context.model.max_model_len)
     asking = Asking(
         scopes,
-        max_body_bytes=limits.max_body_bytes,
+        limits,
         max_model_len=gateway.context.model.max_model_len,
         pool=pool,
     )
@@ -277,8 +276,7 @@ def build_api(
     messages = MessagesHandlers(server, maker, asking, reader, chat_reader)
     rooms = (stored, messages, BranchHandlers(gateway, maker, reader, asking))
     api = Api(server, maker, asking, tokenizing, *rooms, created=created, draw_seed=draw_seed)
-    socket = WebSocketRoute("/v1/live", LiveSocket(limits.max_body_bytes))
-    app = App([*_routes(api), socket])
+    app = App(_routes(api))
     app.add_middleware(
         IdempotencyMiddleware,
         ttl_s=limits.replay_ttl_s,

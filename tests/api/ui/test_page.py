@@ -134,11 +134,8 @@ async def test_a_prefix_that_answers_share_is_drawn_once(stack: MockStack) -> No
             await page.locator("#details", has_text="Placed on w").wait_for()
 
 
-async def test_asking_searching_graphs_and_workers(stack: MockStack) -> None:
-    async with (
-        httpx.AsyncClient(base_url=stack.base_url, timeout=30) as client,
-        browser_page() as page,
-    ):
+async def test_asking_searching_and_workers(stack: MockStack) -> None:
+    async with browser_page() as page:
         await page.goto(f"{stack.base_url}/ui")
         await page.get_by_text("No sessions yet.").wait_for()
         await page.locator("#ask [name=session]").fill("<b>bold</b>")
