@@ -70,9 +70,10 @@ from mallee.protocol.errors import (
 )
 
 if TYPE_CHECKING:  # graphs cost 30 ms to import: loaded by those that use them
+    from mallee.client.graphs.blocking import GraphRun
     from mallee.client.graphs.builder import Graph
     from mallee.client.graphs.results import GraphEvent, GraphNode, GraphResult
-    from mallee.client.graphs.running import AsyncGraphRun, GraphRun
+    from mallee.client.graphs.running import AsyncGraphRun
     from mallee.graphs.nodes import Handle
 
 __all__ = [
@@ -152,7 +153,7 @@ _LATE = {
     "GraphEvent": "client.graphs.results",
     "GraphNode": "client.graphs.results",
     "GraphResult": "client.graphs.results",
-    "GraphRun": "client.graphs.running",
+    "GraphRun": "client.graphs.blocking",
     "Handle": "graphs.nodes",
 }
 

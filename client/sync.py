@@ -85,8 +85,8 @@ if TYPE_CHECKING:  # httpx costs 100 ms to import: loaded by the first client, n
     import httpx
     import openai
 
+    from mallee.client.graphs.blocking import GraphRun
     from mallee.client.graphs.builder import Graph
-    from mallee.client.graphs.running import GraphRun
     from mallee.client.searches.local import LogprobScore, Value
     from mallee.client.searches.remote import ServiceUrl
     from mallee.graphs.nodes import Handle
@@ -127,7 +127,7 @@ class Asking(BaseMallee["Branches", "Capsule"]):
         `journal`: a file that gets what is done, from which the same graph goes on; one run at a time has it.
         A budget in `mallee` bounds all of its nodes together. Raises InvalidGraph for one that can't run.
         """
-        from mallee.client.graphs.running import GraphRun
+        from mallee.client.graphs.blocking import GraphRun
 
         return GraphRun(
             self,

@@ -79,7 +79,7 @@ _MADE: Final = (
     410,
 )  # what works on a capsule may not find it, or find it stale or computing
 _CAPSULE: Final = "/v1/capsules/{capsule}"
-_SESSION: Final = "/v1/sessions/{session:path}"
+_SESSION: Final = "/v1/sessions/{session}"
 _RESPONSE: Final = "/v1/responses/{response}"
 _CONVERSATION: Final = "/v1/conversations/{conversation}"
 _ITEMS: Final = {
@@ -88,7 +88,7 @@ _ITEMS: Final = {
     "after": {"type": "string"},
 }
 _BRANCH: Final = "/v1/requests/{request}/branches/{branch}"
-_RECORD: Final = "/v1/sessions/{session:path}/record"
+_RECORD: Final = f"{_SESSION}/record"
 
 
 OPERATIONS: Final = (
@@ -577,7 +577,7 @@ OPERATIONS: Final = (
         answer=sessions.BoundSession,
         body=sessions.SessionRequest,
         example={"budget": {"tokens": 2000, "branches": 50}},
-        refusals=(404, 409),  # 404: a line break in its name
+        refusals=(404, 409),  # 404: a slash in its name
     ),
     Operation(
         "DELETE",

@@ -6,15 +6,22 @@ that follow are carried out at once, in order. Capsules are given back as soon a
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from os import PathLike
+from typing import Any, Final
 from uuid import uuid4
 
 from mallee.client import calls
-from mallee.client.base import CUT_WAIT_S, DELETE_TIMEOUT_S, growing_waits, was_cut
+from mallee.client.base import (
+    CUT_WAIT_S,
+    DELETE_TIMEOUT_S,
+    BaseMallee,
+    growing_waits,
+    was_cut,
+)
 from mallee.client.critic import result_of
 from mallee.client.errors import ApiError, ConnectionFailed, JournalFailed, StreamBroken
 from mallee.client.graphs.builder import Graph
@@ -53,14 +60,6 @@ from mallee.protocol.errors import (
 )
 from mallee.protocol.ids import RequestId, branch_seed, capsule_id
 
-if TYPE_CHECKING:
-    from os import PathLike
-
-    from anyio.from_thread import BlockingPortal
-
-    from mallee.client.aio import AsyncAsking
-    from mallee.client.sync import Asking
-
 DEFAULT_RUNNING: Final = 32
 MAX_RUNNING: Final = 64  # nodes at once: a client has a hundred connections
 MAX_CALLS: Final = 32  # tools at once
@@ -89,12 +88,12 @@ class AsyncGraphRun:
 
     def __init__(
         self,
-        client: "AsyncAsking",
+        client: BaseMallee[Any, Any],
         graph: Graph,
         outputs: Sequence[Handle],
         *,
         max_running: int | None,
-        journal: "str | PathLike[str] | None",
+        journal: str | PathLike[str] | None,
         params: dict[str, Any],
     ) -> None:
         """`params` are those of each of its requests; a budget among them is the whole graph's.
@@ -590,75 +589,3 @@ class AsyncGraphRun:
     def _finished(self, name: str, output: Output) -> None:
         self._run.finished(name, output, self._now())
         self._carry_out()
-
-
-class GraphRun:
-    """A graph that runs, for a client that blocks. Iterate for its events, or `wait`; closing early ends it.
-
-    An `AsyncGraphRun` in a thread with a loop and connections of its own, as it begins.
-    """
-
-    def __init__(
-        self, client: "Asking", graph: Graph, outputs: Sequence[Handle], **more: Any
-    ) -> None:
-        """As `AsyncGraphRun`. Raises InvalidParameter also for a transport that serves no event loop."""
-        import httpx
-
-        from mallee.client.aio import AsyncMallee
-
-        owner: Any = getattr(client, "_client", client)  # a session's
-        transport = owner._transport
-        if not isinstance(transport, httpx.AsyncBaseTransport | None):
-            remedy = "a graph has an event loop; give none, one for both, or use AsyncMallee"
-            raise InvalidParameter("transport", type(transport).__name__, remedy)
-        self._client = AsyncMallee(
-            owner.base_url,
-            api_key=owner._headers.get("Authorization", "").removeprefix("Bearer "),
-            model=owner.model,
-            timeout_s=owner._http.timeout.read,
-            max_retries=owner.max_retries,
-            transport=transport,
-        )
-        self._run = AsyncGraphRun(self._client, graph, outputs, **more)
-        self._stack = ExitStack()
-        self._portal: BlockingPortal | None = None
-        self._events = self._read()
-
-    def __iter__(self) -> Iterator[GraphEvent]:
-        return self._events
-
-    def wait(self) -> GraphResult:
-        """As `AsyncGraphRun.wait`."""
-        with self:
-            return self._run.result or self._opened().call(self._run.wait)
-
-    def cancel(self) -> None:
-        """As `AsyncGraphRun.cancel`."""
-        self._opened().call(self._run.cancel)
-
-    def close(self) -> None:
-        """End what still runs."""
-        self._stack.close()
-
-    def __enter__(self) -> "GraphRun":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _opened(self) -> "BlockingPortal":
-        from anyio.from_thread import start_blocking_portal
-
-        if self._portal is None:
-            self._portal = self._stack.enter_context(start_blocking_portal())
-            for ends in (self._client.close, self._run.close):
-                self._stack.callback(self._portal.call, ends)
-        return self._portal
-
-    def _read(self) -> Iterator[GraphEvent]:
-        async def step() -> GraphEvent | None:
-            return await anext(self._run._events, None)
-
-        with self:
-            while (event := self._opened().call(step)) is not None:
-                yield event

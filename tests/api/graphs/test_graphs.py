@@ -319,7 +319,7 @@ async def test_a_run_that_is_cancelled_or_left_ends_its_graph() -> None:
         graph = Graph()
         a = graph.branch(graph.prefill(DOC), max_tokens=1500, name="a", **GREEDY)
         graph.branch(a, name="b")
-        graph.tool(lambda _: asyncio.sleep(9.0), name="t")
+        graph.tool(lambda _: elapse(9.0), name="t")
         run = client.run(graph)
         await until_event(run, "node.delta")
         run.cancel()

@@ -28,7 +28,7 @@ from support.live_api import served
 from support.tiny_fleet import tiny_fleet
 
 MODEL = random_model("llama", 5, max_position_embeddings=2048)
-DRAWN: Any = {"temperature": 1.0, "ignore_eos": True}
+DRAWN: Any = {"temperature": 1.0, "seed": 5, "ignore_eos": True}
 
 
 def story(call: Any) -> Graph:
@@ -89,7 +89,8 @@ async def test_a_run_goes_on_from_what_one_that_died_has_done(tmp_path: Path) ->
         assert result.status == "done"
         for name in done:
             assert result.nodes[name].resumed == (name != "each")
-            assert msgspec.json.encode(result.nodes[name].output).decode() in written.decode()
+            output = msgspec.json.encode(result.nodes[name].output or "")
+            assert output in written or name == "each"
         assert result.nodes["last"].cached_tokens == len(DOC) + len(" a") + 6
         again = await client.run(story(hang), journal=tmp_path / "next").wait()
         assert (again.outputs, again.prefill_tokens) == (result.outputs, result.prefill_tokens)
