@@ -213,7 +213,7 @@ class Shell:
         self, graph: CheckedGraph, rng: Random, limits: RunLimits, before: "Shell | None" = None
     ) -> None:
         """`before`: an earlier run of the graph, which came to no end; what it has done is taken over."""
-        done = {} if before is None else before.done
+        done: dict[str, Output] = {} if before is None else before.done
         self.graph = graph
         self.rng = rng
         self.limits = limits
@@ -254,7 +254,7 @@ class Shell:
                     assert name not in self.ended
                     self.ended.append(name)
 
-    def start(self, names: tuple[str, ...], texts: tuple[str, ...]) -> None:
+    def start(self, names: tuple[str, ...], texts: tuple[Filled, ...]) -> None:
         nodes = [self.run.nodes[name] for name in names]
         assert len(names) <= self.limits.fork
         parents = {node.node.parent for node in nodes}
