@@ -99,10 +99,10 @@ class NodeRun:
     name: str
     node: Node
     takers: tuple[str, ...]
-    inputs: list[str]
-    claims: int
-    holders: int  # open nodes that go on from its capsule
-    needed: int  # inputs that are waited for
+    inputs: list[str] = field(default_factory=list)
+    claims: int = 1
+    holders: int = 0  # open nodes that go on from its capsule
+    needed: int = 0  # inputs that are waited for
     item: tuple[int, str] | None = None  # of a map: its number and its text
     status: Status = "waiting"
     done: set[str] = field(default_factory=set)  # inputs; the first ones count
@@ -138,29 +138,6 @@ class NodeRun:
         return "branch" if self.item is not None else type(self.node).__name__.lower()
 
 
-@dataclass(slots=True)
-class _Queue:
-    """Nodes that are ready to be started, in groups that may go together; the oldest group first."""
-
-    groups: dict[tuple[object, ...], dict[str, None]] = field(default_factory=dict)
-
-    def add(self, key: tuple[object, ...], name: str) -> None:
-        self.groups.setdefault(key, {})[name] = None
-
-    def drop(self, key: tuple[object, ...], name: str) -> None:
-        del self.groups[key][name]
-        if not self.groups[key]:
-            del self.groups[key]
-
-    def take(self, most: int) -> list[str]:
-        """Up to `most` of the oldest group."""
-        key, group = next(iter(self.groups.items()))
-        found = list(group)[:most]
-        for name in found:
-            self.drop(key, name)
-        return found
-
-
 class Run:
     """The life of every node of one graph. `now` are seconds of any clock that does not go back.
 
@@ -183,7 +160,8 @@ class Run:
         self._is_cancelled = False
         self._num_open = len(self.nodes)
         self._num_running = self._num_calling = 0
-        self._queue, self._calls = _Queue(), _Queue()
+        self._queue: dict[tuple[object, ...], list[str]] = {}  # what may be one fork; oldest first
+        self._calls: deque[str] = deque()
         self._ended: deque[NodeRun] = deque()  # whose end is to be told to their takers
         self._closed: deque[NodeRun] = deque()  # whose claims are to fall
         self._last = ""  # to end
@@ -218,18 +196,12 @@ class Run:
         self._finish(node, output, now)
         self._spread(now)
 
-    def failed(self, name: str, error: MalleeError, now: float) -> None:
-        """The node has failed, and has left no capsule."""
+    def lost(self, name: str, error: MalleeError | None, now: float) -> None:
+        """The node has failed, or was ended from elsewhere; it has left no capsule."""
         node = self.nodes[name]
         if node.is_open:
             node.error = error
-            self._settle(node, "failed", now)
-            self._spread(now)
-
-    def cancelled(self, name: str, now: float) -> None:
-        """The node was ended from elsewhere."""
-        if self.nodes[name].is_open:
-            self._settle(self.nodes[name], "cancelled", now)
+            self._settle(node, "failed" if error is not None else "cancelled", now)
             self._spread(now)
 
     def end(self, error: MalleeError | None, now: float) -> None:
@@ -304,9 +276,9 @@ class Run:
             case Join():
                 self._gathered(node, node.node.separator, now)
             case Tool():
-                self._calls.add((node.name,), node.name)
+                self._calls.append(node.name)
             case _:
-                self._queue.add(_group(node, self.is_forked(node.name)), node.name)
+                self._queue.setdefault(self._group(node), []).append(node.name)
 
     def _expand(self, node: NodeRun, now: float) -> None:
         """Have a map run once for each item."""
@@ -330,16 +302,7 @@ class Run:
         node.inputs = [*names, *node.inputs]
         self._num_open += len(names)
         for i, name in enumerate(names):
-            self.nodes[name] = NodeRun(
-                name=name,
-                node=spec,
-                takers=(node.name,),
-                inputs=[],
-                claims=1,
-                holders=0,
-                needed=0,
-                item=(i, items[i]),
-            )
+            self.nodes[name] = NodeRun(name, spec, (node.name,), item=(i, items[i]))
         for name in names:
             self._ready(self.nodes[name], after, now)
 
@@ -395,10 +358,6 @@ class Run:
     def _settle(self, node: NodeRun, status: Status, now: float) -> None:
         if node.status == "running":
             self._count(node, -1)
-        elif node.status == "queued" and isinstance(node.node, Tool):
-            self._calls.drop((node.name,), node.name)
-        elif node.status == "queued" and node.leaves_capsule:
-            self._queue.drop(_group(node, self.is_forked(node.name)), node.name)
         node.status = status
         node.end_s = now - self._began
         self._num_open -= 1
@@ -414,10 +373,8 @@ class Run:
 
     def _count(self, node: NodeRun, change: int) -> None:
         """Count a node that is begun, or over."""
-        if isinstance(node.node, Tool):
-            self._num_calling += change
-        elif node.leaves_capsule:
-            self._num_running += change
+        self._num_calling += change * isinstance(node.node, Tool)
+        self._num_running += change * node.leaves_capsule
 
     # All of them
 
@@ -468,13 +425,35 @@ class Run:
             self._effects.append(Release(node.name))
 
     def _fill(self) -> None:
+        """Start what there is room for; what has ended in a queue is passed over."""
         limits = self._limits
-        while self._queue.groups and self._num_running < limits.running:
-            self._start(self._queue.take(min(limits.running - self._num_running, limits.fork)))
-        while self._calls.groups and self._num_calling < limits.tools:
-            self._start(self._calls.take(1))
+        while self._queue and self._num_running < limits.running:
+            key = next(iter(self._queue))
+            names = [name for name in self._queue.pop(key) if self.nodes[name].is_open]
+            room = min(limits.running - self._num_running, limits.fork)
+            if names[room:]:
+                self._queue = {key: names[room:], **self._queue}
+            self._start(names[:room])
+        while self._calls and self._num_calling < limits.tools:
+            name = self._calls.popleft()
+            self._start([name] if self.nodes[name].is_open else [])
+
+    def _group(self, node: NodeRun) -> tuple[object, ...]:
+        """Equal for nodes that can go out as one fork.
+
+        One that draws by a seed of its own goes alone: a fork's branches draw by their places in it.
+        """
+        spec = node.node
+        if not isinstance(spec, Drawn):
+            return (node.name,)
+        is_seeded = "seed" in spec.sampling and spec.sampling.get("temperature") != 0
+        alone = node.name if is_seeded else ""
+        draws = (spec.of, spec.at, spec.max_tokens, msgspec.json.encode(spec.sampling))
+        return (*draws, self.is_forked(node.name), node.stays, alone)
 
     def _start(self, names: list[str]) -> None:
+        if not names:
+            return
         for name in names:
             self.nodes[name].status = "running"
             self._count(self.nodes[name], 1)
@@ -498,18 +477,12 @@ class Run:
 
 def _begun(graph: CheckedGraph, name: str) -> NodeRun:
     """A node before anything has happened."""
-    node = graph.nodes[name]
-    takers = graph.takers[name]
-    needed = len(node.takes)
-    return NodeRun(
-        name=name,
-        node=node,
-        takers=takers,
-        inputs=node.takes,
-        claims=len(takers) + (name in graph.outputs),
-        holders=sum(graph.nodes[taker].parent == name for taker in takers),
-        needed=num_awaited(node.wait, needed) if isinstance(node, Join) else needed,
-    )
+    node, takers = graph.nodes[name], graph.takers[name]
+    num = len(node.takes)
+    claims = len(takers) + (name in graph.outputs)
+    holders = sum(graph.nodes[taker].parent == name for taker in takers)
+    needed = num_awaited(node.wait, num) if isinstance(node, Join) else num
+    return NodeRun(name, node, takers, node.takes, claims, holders, needed)
 
 
 def _num_inputs(node: NodeRun) -> int:
@@ -517,20 +490,6 @@ def _num_inputs(node: NodeRun) -> int:
     if isinstance(node.node, Map) and node.status == "running":
         return len(node.inputs) - len(node.node.takes)
     return len(node.inputs)
-
-
-def _group(node: NodeRun, is_forked: bool) -> tuple[object, ...]:
-    """Equal for nodes that can go out as one fork.
-
-    One that draws by a seed of its own goes alone: a fork's branches draw by their places in it.
-    """
-    spec = node.node
-    if not isinstance(spec, Drawn):
-        return (node.name,)
-    is_seeded = "seed" in spec.sampling and spec.sampling.get("temperature") != 0
-    alone = node.name if is_seeded else ""
-    sampling = msgspec.json.encode(spec.sampling)
-    return (spec.of, spec.at, spec.max_tokens, sampling, is_forked, node.stays, alone)
 
 
 def _items(spec: Map, output: Output) -> list[str]:

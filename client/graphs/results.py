@@ -24,25 +24,25 @@ _PAGE: Final = (
 
 
 class Work(msgspec.Struct, omit_defaults=True):
-    """The work of workers for one node. A prefill that was forked early tells no tokens."""
+    """The work of workers for one node. A prefill that was forked early tells no tokens.
+
+    `capsule`: until it is given back, so at the graph's end only of a node that keeps it.
+    """
 
     request: str = ""
     worker: str | None = None
-    capsule: str = ""  # until it is given back
+    capsule: str = ""
     cached_tokens: int | None = None
     prefill_tokens: int | None = None
     completion_tokens: int | None = None
     finish: str | None = None
 
 
-NO_WORK: Final = Work()
-
-
 class GraphNode(msgspec.Struct, frozen=True, kw_only=True):
     """One node at its end. Times are milliseconds since the graph began.
 
     `after` is the node whose end made it ready, or ended it; `cause` the one that it failed by, or that
-    needed it no more. `resumed`: an earlier run of its journal had done it. `capsule`: of one that keeps it.
+    needed it no more. `resumed`: an earlier run of its journal had done it.
     """
 
     node: str
@@ -58,13 +58,7 @@ class GraphNode(msgspec.Struct, frozen=True, kw_only=True):
     items: tuple[str, ...] | None
     error: MalleeError | None
     resumed: bool
-    request: str
-    worker: str | None
-    capsule: str | None
-    cached_tokens: int | None
-    prefill_tokens: int | None
-    completion_tokens: int | None
-    finish_reason: str | None
+    work: Work
 
 
 class GraphEvent(NamedTuple):
@@ -109,12 +103,12 @@ class GraphResult(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def prefill_tokens(self) -> int:
         """Tokens of prompts that workers computed."""
-        return sum(node.prefill_tokens or 0 for node in self.nodes.values())
+        return sum(node.work.prefill_tokens or 0 for node in self.nodes.values())
 
     @property
     def completion_tokens(self) -> int:
         """Tokens that were drawn."""
-        return sum(node.completion_tokens or 0 for node in self.nodes.values())
+        return sum(node.work.completion_tokens or 0 for node in self.nodes.values())
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
         """Write the timeline as one page that needs no other file."""
@@ -141,20 +135,14 @@ def node_at_end(node: NodeRun, work: Work) -> GraphNode:
         items=node.output.items,
         error=node.error,
         resumed=node.is_resumed,
-        request=work.request,
-        worker=work.worker,
-        capsule=(work.capsule or None) if node.stays else None,
-        cached_tokens=work.cached_tokens,
-        prefill_tokens=work.prefill_tokens,
-        completion_tokens=work.completion_tokens,
-        finish_reason=work.finish,
+        work=work,
     )
 
 
 def result_of_run(run: Run, work: Mapping[str, Work]) -> GraphResult:
     """The result of a run that is over."""
     assert run.wall_s is not None
-    nodes = {name: node_at_end(node, work.get(name, NO_WORK)) for name, node in run.nodes.items()}
+    nodes = {name: node_at_end(node, work.get(name, Work())) for name, node in run.nodes.items()}
     outputs = ((name, nodes[name].output) for name in run.graph.outputs)
     return GraphResult(
         status=run.status,
@@ -210,10 +198,10 @@ def _lane(node: GraphNode, most: float, is_on_path: bool) -> str:
     state = node.kind if node.status == "done" else f"{node.kind}, {node.status}"
     figures = {
         "": None if end is None else f"{end:.0f} ms",
-        "cached ": node.cached_tokens,
-        "computed ": node.prefill_tokens,
-        "drew ": node.completion_tokens,
-        "on ": node.worker,
+        "cached ": node.work.cached_tokens,
+        "computed ": node.work.prefill_tokens,
+        "drew ": node.work.completion_tokens,
+        "on ": node.work.worker,
         "by ": node.cause,
     }
     told = ", ".join(f"{name}{value}" for name, value in figures.items() if value is not None)

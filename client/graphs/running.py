@@ -15,55 +15,25 @@ from typing import Any, Final
 from uuid import uuid4
 
 from mallee.client import calls
-from mallee.client.base import (
-    CUT_WAIT_S,
-    DELETE_TIMEOUT_S,
-    BaseMallee,
-    growing_waits,
-    was_cut,
-)
+from mallee.client.base import CUT_WAIT_S, DELETE_TIMEOUT_S, BaseMallee, growing_waits, was_cut
 from mallee.client.critic import result_of
 from mallee.client.errors import ApiError, ConnectionFailed, JournalFailed, StreamBroken
+from mallee.client.graphs.beginning import bind, check_window, num_tokens, still_done
 from mallee.client.graphs.builder import Graph
-from mallee.client.graphs.journal import Done, Head, Journal, fingerprint, needed, without
-from mallee.client.graphs.results import (
-    NO_WORK,
-    GraphEvent,
-    GraphResult,
-    Work,
-    node_at_end,
-    result_of_run,
-)
+from mallee.client.graphs.journal import Done, Head, Journal, fingerprint
+from mallee.client.graphs.results import GraphEvent, GraphResult, Work, node_at_end, result_of_run
 from mallee.client.results import BranchEvent
-from mallee.client.sessions import (
-    BoundSession,
-    bound_session,
-    close_session,
-    read_session,
-    show_session,
-)
-from mallee.graphs.context import check_context, pieces
+from mallee.client.sessions import close_session
 from mallee.graphs.graph import checked_graph
-from mallee.graphs.nodes import Drawn, Filled, Handle, Join, Map, Node, Prefill, Tool
+from mallee.graphs.nodes import Drawn, Filled, Handle, Join, Map, Prefill, Tool
 from mallee.graphs.run import Cancel, Ended, NodeRun, Output, Release, Run, RunLimits, Start
-from mallee.protocol.errors import (
-    BadRequest,
-    BudgetSpent,
-    GraphContextExceeded,
-    InvalidGraph,
-    InvalidParameter,
-    MalleeError,
-    NotFound,
-    ToolFailed,
-    ToolTimeout,
-    Unavailable,
-)
+from mallee.protocol import errors
+from mallee.protocol.errors import InvalidParameter, MalleeError, NotFound
 from mallee.protocol.ids import RequestId, branch_seed, capsule_id
 
 DEFAULT_RUNNING: Final = 32
 MAX_RUNNING: Final = 64  # nodes at once: a client has a hundred connections
 MAX_CALLS: Final = 32  # tools at once
-MAX_ASKED: Final = 16  # questions at once, before the graph begins
 MAX_WAITING: Final = 1024  # events that are not read; beyond them answers wait
 MAX_WHY: Final = 1024  # characters of a tool's error
 MAX_WAIT_S: Final = 2.0  # before a fork that was cut is sent again
@@ -104,30 +74,28 @@ class AsyncGraphRun:
         if not 1 <= running <= MAX_RUNNING:
             raise InvalidParameter("max_running", max_running, f"give 1 to {MAX_RUNNING}")
         self._graph = checked_graph(graph.nodes, [each.name for each in outputs])
-        self._fingerprint = fingerprint(self._graph)
+        self._head = Head(graph=fingerprint(self._graph), session=f"graph-{uuid4().hex}")
         self._tools = dict(graph.tools)
         self._limits = RunLimits(running, MAX_CALLS, running)
         self._client = client
         self._path = journal
         self._salt = params.get("cache_salt")
         self._mallee = dict(params.get("mallee") or {})
-        for name in ("keep", "stop_when"):
-            if name in self._mallee:
-                remedy = "graphs have keep at their nodes, and joins to stop by; leave it out"
-                raise InvalidParameter(f"mallee.{name}", self._mallee[name], remedy)
+        for name in {"keep", "stop_when"} & self._mallee.keys():
+            remedy = "graphs have keep at their nodes, and joins to stop by; leave it out"
+            raise InvalidParameter(f"mallee.{name}", self._mallee[name], remedy)
         self._budget = self._mallee.pop("budget", None)
         self._params = {**params, "mallee": self._mallee}
         self._journal: Journal | None = None
-        self._session = ""  # of its own, with its budget
         self._due: float | None = None
         self._work: dict[str, Work] = {}
         self._held: dict[str, None] = {}  # capsules that are to be given back
         self._groups: dict[str, _Group] = {}  # by nodes under way
+        self._fault: JournalFailed | None = None
+        self._is_cancelled = False
         self._changed = asyncio.Event()
         self._told: deque[GraphEvent] = deque()
         self._has_news, self._has_room = asyncio.Event(), asyncio.Event()
-        self._fault: JournalFailed | None = None
-        self._is_cancelled = False
         self.result: GraphResult | None = None  # at its end
         self._events = self._read()
 
@@ -182,148 +150,38 @@ class AsyncGraphRun:
         self._told.append(event)
         self._has_news.set()
 
-    # Before it begins
+    # Its course
 
     async def _carry_on(self) -> None:
         """Run the graph from its beginning, or its journal, to its end."""
         self._now = asyncio.get_running_loop().time
+        send, graph = self._client._send, self._graph
         try:
-            await self._check_context()
+            await check_window(send, graph, self._salt)
             if self._path is not None:
-                session = f"graph-{uuid4().hex}" if self._budget else ""
-                self._journal = Journal(self._path, Head(graph=self._fingerprint, session=session))
-            done = await self._still_done()
-            if self._budget:
-                await self._bind(self._budget)
+                self._journal = Journal(self._path, self._head)
+                self._head = self._journal.head
+            written = {} if self._journal is None else self._journal.done
+            done = await still_done(send, graph, written, self._salt)
+            if self._budget is not None:
+                parent = self._mallee.get("session")
+                self._mallee["session"] = session = self._head.session
+                more: Any = {"parent": parent, "done": written, "salt": self._salt}
+                left = await bind(send, self._budget, session, **more)
+                self._due = self._now() + left["wall_s"] if "wall_s" in left else None
             self._work = {name: each.work for name, each in done.items()}
-            outputs = {
-                name: each.output
-                for name, each in done.items()
-                if not isinstance(self._graph.nodes.get(name), Map)
-            }
-            self._run = Run(self._graph, self._limits, self._now(), outputs)
+            is_map = {name: isinstance(node, Map) for name, node in graph.nodes.items()}
+            known = {name: each.output for name, each in done.items() if not is_map.get(name)}
+            self._run = Run(graph, self._limits, self._now(), known)
+            for name, work in self._work.items():
+                if work.capsule and not self._run.nodes[name].stays:
+                    self._held[work.capsule] = None
             self._tell(GraphEvent("graph.resumed" if done else "graph.started"))
             await self._to_its_end()
         finally:
             await self._give_back()
         self.result = result_of_run(self._run, self._work)
         self._tell(GraphEvent("graph.ended"))
-
-    async def _check_context(self) -> None:
-        """Raises GraphContextExceeded, InvalidGraph for messages that the model's template can't have.
-
-        A text has at most as many tokens as bytes: most graphs fit by that, without a question for each text.
-        """
-        (model,) = (await self._client._send(calls.MODELS))["data"]
-        n_ctx = model["max_model_len"]
-        texts = {
-            (str(piece), type(node)): (node, piece)
-            for node in self._graph.nodes.values()
-            for piece in pieces(node)
-        }
-        exact = {key: each for key, each in texts.items() if each[0].messages}
-        counts = await self._counted(exact)
-
-        def count(node: Node, piece: Filled) -> int:
-            found = counts.get((str(piece), type(node)))
-            return len(str(piece).encode()) if found is None else found
-
-        has_places = any(isinstance(node, Drawn) and node.at for node in self._graph.nodes.values())
-        if not has_places:
-            with suppress(GraphContextExceeded):
-                check_context(self._graph, count, n_ctx)
-                return
-        counts |= await self._counted({key: texts[key] for key in texts.keys() - exact.keys()})
-        check_context(self._graph, count, n_ctx)
-
-    async def _counted(self, texts: dict[Any, tuple[Node, Filled]]) -> dict[Any, int]:
-        turns = asyncio.Semaphore(MAX_ASKED)
-
-        async def counted(node: Node, piece: Filled) -> int:
-            async with turns:
-                try:
-                    return await self._num_tokens(piece, opens=isinstance(node, Prefill))
-                except BadRequest as error:
-                    raise InvalidGraph(f"node {node.name}: {error.message}") from error
-
-        return dict(
-            zip(
-                texts,
-                await asyncio.gather(*(counted(*each) for each in texts.values())),
-                strict=True,
-            )
-        )
-
-    async def _num_tokens(self, text: Filled, *, opens: bool = False) -> int:
-        """Tokens of a text, or of messages; `opens`: which begin a conversation."""
-        body: dict[str, Any] = {"add_special_tokens": False, "cache_salt": self._salt}
-        if isinstance(text, str):
-            body["prompt"] = text
-        else:
-            body |= {"messages": text, "add_generation_prompt": not opens}
-        return int((await self._client._send(calls.Call("POST", "/tokenize", body)))["count"])
-
-    async def _still_done(self) -> dict[str, Done]:
-        """The nodes that the journal has, but those whose capsule is gone, though it is needed."""
-        done = {} if self._journal is None else dict(self._journal.done)
-        known: dict[str, bool] = {}  # whether a node's capsule is there
-        while True:
-            names = needed(self._graph, done)
-            fresh = [name for name in names if name not in known]
-            asked = (self._is_there(done[name].work.capsule) for name in fresh)
-            known |= zip(fresh, await asyncio.gather(*asked), strict=True)
-            lost = [name for name in names if not known[name]]
-            if not lost:
-                break
-            done = without(self._graph, done, lost)
-        for name, each in done.items():
-            if name not in names:
-                each.work.capsule = ""
-            elif not getattr(self._graph.nodes[name], "keep", False):
-                self._held[each.work.capsule] = None
-        return done
-
-    async def _is_there(self, capsule: str) -> bool:
-        try:
-            if capsule:
-                await self._client._send(calls.get_capsule(capsule, self._salt))
-        except NotFound:
-            return False
-        return bool(capsule)
-
-    async def _bind(self, budget: calls.Budget) -> None:
-        """Give a session of the graph's own the budget: what an earlier run has spent stays spent."""
-        journal = self._journal
-        self._session = journal.head.session if journal is not None else f"graph-{uuid4().hex}"
-        left: dict[str, float] = dict(budget)  # type: ignore[arg-type]
-        found = None
-        if journal is not None and journal.done:
-            with suppress(NotFound):
-                shown = await self._client._send(show_session(self._session, self._salt))
-                found = read_session(shown, BoundSession).budget
-            if found is not None and found.kept:
-                left = {
-                    name: each.left for name in left if (each := getattr(found, name)) is not None
-                }
-            else:  # its gateway is gone
-                found = None
-                spent = [each.work.completion_tokens for each in journal.done.values()]
-                drawn = [tokens for tokens in spent if tokens is not None]
-                for name, used in (("tokens", sum(drawn)), ("branches", len(drawn))):
-                    if name in left:
-                        left[name] -= used
-        for name, amount in left.items():
-            if amount <= 0:
-                raise BudgetSpent(name, "earlier runs of the journal have spent it")
-        if found is None:
-            parent = self._mallee.get("session")
-            call = bound_session(self._session, left, parent, self._salt)  # type: ignore[arg-type]
-            await self._client._send(call)
-        self._mallee["session"] = self._session
-        if "wall_s" in left:
-            self._due = self._now() + left["wall_s"]
-
-    # Its course
 
     async def _to_its_end(self) -> None:
         """Raises JournalFailed."""
@@ -337,7 +195,7 @@ class AsyncGraphRun:
                     if self._is_cancelled:
                         self._run.end(None, self._now())
                 except TimeoutError:
-                    self._run.end(BudgetSpent("wall_s", "its time is over"), self._now())
+                    self._run.end(errors.BudgetSpent("wall_s", "its time is over"), self._now())
                 self._carry_out()
         if self._fault is not None:
             raise self._fault
@@ -351,17 +209,17 @@ class AsyncGraphRun:
                         self._start(names, texts)
                     case Cancel(name):
                         self._cancel_node(name)
-                    case Release(name):
-                        work = self._work.get(name, NO_WORK)
-                        if work.capsule:
-                            self._tasks.create_task(self._delete(work.capsule))
+                    case Release(name) if name in self._work:
+                        capsule, self._work[name].capsule = self._work[name].capsule, ""
+                        if capsule:
+                            self._tasks.create_task(self._delete(capsule))
                     case Ended(name):
                         self._ended(self._run.nodes[name])
         if self._run.wall_s is not None:
             self._changed.set()
 
     def _ended(self, node: NodeRun) -> None:
-        work = self._work.get(node.name, NO_WORK)
+        work = self._work.get(node.name, Work())
         is_fresh = node.status == "done" and not node.is_resumed
         if self._journal is not None and is_fresh and not isinstance(node.node, Join):
             is_map = isinstance(node.node, Map) and node.item is None
@@ -369,22 +227,20 @@ class AsyncGraphRun:
             try:
                 self._journal.write(Done(node=node.name, output=output, work=work))
             except JournalFailed as error:
-                if self._fault is None:
-                    self._fault = error
-                    self._run.end(error, self._now())
+                self._fault = self._fault or error
+                self._run.end(error, self._now())
         if node.stays and node.status == "done":
             self._held.pop(work.capsule, None)
         self._tell(GraphEvent("node.ended", node.name, ended=node_at_end(node, work)))
 
     def _start(self, names: tuple[str, ...], texts: tuple[Filled, ...]) -> None:
-        node = self._run.nodes[names[0]]
-        group = _Group(names)
+        node, group = self._run.nodes[names[0]].node, _Group(names)
         self._groups |= dict.fromkeys(names, group)
-        match node.node:
+        match node:
             case Tool():
-                work = partial(self._call, node.node, texts[0])
+                work = partial(self._call, node, texts[0])
             case Prefill():
-                work = partial(self._prefill, names[0], texts[0])
+                work = partial(self._prefill, node.name, texts[0])
             case _:
                 work = partial(self._fork, group, texts)
         group.task = self._tasks.create_task(self._guarded(group, work))
@@ -398,7 +254,7 @@ class AsyncGraphRun:
             error = raised
         for name in group.names:
             self._groups.pop(name, None)
-            self._run.failed(name, error, self._now())
+            self._run.lost(name, error, self._now())
         self._carry_out()
 
     def _cancel_node(self, name: str) -> None:
@@ -416,7 +272,7 @@ class AsyncGraphRun:
 
     def _prune(self, group: _Group, name: str) -> None:
         """End one branch of a fork that goes on; one that no worker has yet is ended when one has."""
-        if group.request:
+        if group.request and name in group.names:
             call = calls.prune(group.request, [group.names.index(name)], self._salt)
             self._tasks.create_task(self._tried(call))
 
@@ -434,12 +290,13 @@ class AsyncGraphRun:
         """Give back all that is still held, in a time that is bounded, also of a run that is cancelled."""
         from anyio import move_on_after
 
+        session = self._head.session
         with move_on_after(DELETE_TIMEOUT_S, shield=True):
             await asyncio.gather(*map(self._delete, [*self._held]))
             # A session that is closed keeps nothing; one of a journal may be gone on with.
             keeps = any(getattr(node, "keep", False) for node in self._graph.nodes.values())
-            if self._session and self._journal is None and not keeps:
-                await self._tried(close_session(self._session, self._salt))
+            if self._mallee.get("session") == session and self._journal is None and not keeps:
+                await self._tried(close_session(session, self._salt))
         if self._journal is not None:
             self._journal.close()
 
@@ -450,6 +307,10 @@ class AsyncGraphRun:
         self._run.started(name, self._now())
         self._tell(GraphEvent("node.started", name, request=request))
 
+    def _finished(self, name: str, output: Output) -> None:
+        self._run.finished(name, output, self._now())
+        self._carry_out()
+
     async def _call(self, tool: Tool, text: Filled) -> None:
         self._begun(tool.name)
         timeout = asyncio.timeout(tool.timeout_s)
@@ -458,16 +319,17 @@ class AsyncGraphRun:
                 found = await result_of(self._tools[tool.name], text)
         except Exception as error:  # of a function of the user's: its node fails with it
             if timeout.expired():
-                raise ToolTimeout(tool.call, tool.timeout_s) from error
-            raise ToolFailed(tool.call, f"{type(error).__name__}: {error}"[:MAX_WHY]) from error
+                raise errors.ToolTimeout(tool.call, tool.timeout_s) from error
+            why = f"{type(error).__name__}: {error}"[:MAX_WHY]
+            raise errors.ToolFailed(tool.call, why) from error
         is_list = isinstance(found, list | tuple)
         texts = tuple(map(str, found)) if is_list else ("" if found is None else str(found),)
-        if sum(len(each.encode()) for each in texts) > tool.max_tokens:
-            num = sum([await self._num_tokens(each) for each in texts])
-            if num > tool.max_tokens:
-                raise ToolFailed(
-                    tool.call, f"its result has {num} tokens > max_tokens {tool.max_tokens}"
-                )
+        num = sum(len(each.encode()) for each in texts)  # tokens, at most
+        if num > tool.max_tokens:
+            num = sum([await num_tokens(self._client._send, each, self._salt) for each in texts])
+        if num > tool.max_tokens:
+            why = f"its result has {num} tokens > max_tokens {tool.max_tokens}"
+            raise errors.ToolFailed(tool.call, why)
         self._finished(tool.name, Output("\n".join(texts), texts if is_list else None))
 
     async def _prefill(self, name: str, text: Filled) -> None:
@@ -501,6 +363,8 @@ class AsyncGraphRun:
                     raise
             await asyncio.sleep(next(waits))
             left = [i for i, name in enumerate(group.names) if self._run.nodes[name].is_open]
+            if not left:
+                return
             texts = tuple(texts[i] for i in left)
             group.names, group.request = tuple(group.names[i] for i in left), ""
 
@@ -509,29 +373,22 @@ class AsyncGraphRun:
         spec = first.node
         assert isinstance(spec, Drawn)
         keeps = self._run.is_forked(first.name) or first.stays
-        sampling = dict(spec.sampling)
-        if first.item is not None and isinstance(seed := sampling.get("seed"), int):
+        params = {**self._params, **spec.sampling, "at": spec.at, "max_tokens": spec.max_tokens}
+        if first.item is not None and isinstance(seed := spec.sampling.get("seed"), int):
             drawn = branch_seed(seed, first.item[0])  # 64 bits, of which JSON's are signed
-            sampling["seed"] = drawn - (1 << 64) if drawn >> 63 else drawn
-        terms = {**self._mallee, "keep": True} if keeps else self._mallee
-        params = {
-            **self._params,
-            **sampling,
-            "mallee": terms,
-            "at": spec.at,
-            "max_tokens": spec.max_tokens,
-        }
+            params["seed"] = drawn - (1 << 64) if drawn >> 63 else drawn
+        if keeps:
+            params["mallee"] = {**self._mallee, "keep": True}
         suffixes = [text if isinstance(text, str) else {"messages": text} for text in texts]
-        for name in group.names:
-            self._work[name] = Work()
+        self._work |= {name: Work() for name in group.names}
         branches = self._client._fork(self._work[spec.of].capsule, suffixes, params)
         try:
             async with branches:
                 async for event in branches:
                     if not group.request:
-                        self._placed(group, branches.request_id or "")
-                    name = group.names[event.index]
-                    self._take(name, event, branches.branches[event.index].text, keeps=keeps)
+                        self._placed(group, branches.request_id)
+                    text = branches.branches[event.index].text
+                    self._take(group.names[event.index], event, text, keeps=keeps)
                     if not any(self._run.nodes[name].is_open for name in group.names):
                         break
                     if len(self._told) >= MAX_WAITING:
@@ -551,8 +408,7 @@ class AsyncGraphRun:
             if self._run.nodes[name].is_open:
                 self._begun(name, request)
         for name in group.cancelled:
-            if name in group.names:
-                self._prune(group, name)
+            self._prune(group, name)
 
     def _take(self, name: str, event: BranchEvent, text: str, *, keeps: bool) -> None:
         """Take in news of one branch."""
@@ -569,23 +425,16 @@ class AsyncGraphRun:
         if keeps and event.capsule is not None:
             self._held[event.capsule] = None
             work.capsule = event.capsule
+        error: MalleeError | None = None
         match event.finish_reason:
             case "error":
-                self._run.failed(name, event.error or ApiError("the branch failed"), self._now())
-            case "cancelled":
-                self._run.cancelled(name, self._now())
+                error = event.error or ApiError("the branch failed")
             case "budget":
-                why = BudgetSpent(event.ended_by or "tokens", "the graph has spent it")
-                self._run.failed(name, why, self._now())
+                error = errors.BudgetSpent(event.ended_by or "tokens", "the graph has spent it")
             case _ if keeps and not work.capsule:
-                error = Unavailable(
-                    "the answer is there, but its worker kept no capsule to go on from"
-                )
-                self._run.failed(name, error, self._now())
-            case _:
-                self._run.finished(name, Output(text), self._now())
-        self._carry_out()
-
-    def _finished(self, name: str, output: Output) -> None:
-        self._run.finished(name, output, self._now())
-        self._carry_out()
+                error = errors.Unavailable("the answer's worker kept no capsule to go on from")
+        if error is not None or event.finish_reason == "cancelled":
+            self._run.lost(name, error, self._now())
+            self._carry_out()
+        else:
+            self._finished(name, Output(text))

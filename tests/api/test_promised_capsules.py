@@ -282,7 +282,7 @@ async def test_a_graph_s_branch_draws_its_first_token_before_its_prefill_has_end
         found = await run.wait()
         times_add_up(found)
         assert {node.status for node in found.nodes.values()} == {"done"}
-        assert (found.nodes["early"].cached_tokens or 0) <= AT
+        assert (found.nodes["early"].work.cached_tokens or 0) <= AT
         for node, text in ((early, PROMPT[:AT]), (late, PROMPT)):
             alone = await s.expected(text + SUFFIX, max_tokens=8)
             assert found[node] == alone["text"]

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from mallee.graphs.graph import CheckedGraph, checked_graph
 from mallee.graphs.nodes import (
     Branch,
+    Filled,
     Handle,
     Item,
     Join,
@@ -295,10 +296,10 @@ class Shell:
         if chance < self.risk:
             self.own_errors[name] = Unavailable(f"{name} broke")
             self.model.event(name, "failed")
-            self.run.failed(name, self.own_errors[name], self.now)
+            self.run.lost(name, self.own_errors[name], self.now)
         elif chance < 1.5 * self.risk:
             self.model.event(name, "cancelled")
-            self.run.cancelled(name, self.now)
+            self.run.lost(name, None, self.now)
         else:
             text = "\n".join(f"{name}.{i}" for i in range(self.rng.randint(0, 4)))
             if self.run.nodes[name].leaves_capsule:

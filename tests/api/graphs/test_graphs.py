@@ -73,12 +73,12 @@ async def test_fifty_evaluators_share_one_prefill_of_their_document() -> None:
         found = await client.run(graph, max_running=20).wait()
         times_add_up(found)
         assert found.status == "done"
-        assert found.nodes[doc.name].prefill_tokens == len(DOC)
+        assert found.nodes[doc.name].work.prefill_tokens == len(DOC)
         nodes = [found.nodes[each.name] for each in asked]
-        assert [node.cached_tokens for node in nodes] == [len(DOC)] * 50
+        assert [node.work.cached_tokens for node in nodes] == [len(DOC)] * 50
         assert found.prefill_tokens == len(DOC) + sum(map(len, texts))
         # Siblings that were ready together went out as one fork.
-        assert 3 <= len({node.request for node in nodes}) < 50
+        assert 3 <= len({node.work.request for node in nodes}) < 50
 
 
 @pytest.mark.parametrize("workers", [1, 4])
@@ -93,8 +93,8 @@ async def test_what_prefills_begin_with_alike_is_computed_once(workers: int) -> 
         found = await client.run(graph).wait()
     assert found.status == "done"
     nodes = [found.nodes[doc.name] for doc in docs]
-    assert sum(node.prefill_tokens or 0 for node in nodes) == len(shared) + 4 * len("0 tail")
-    assert len({node.worker for node in nodes}) == 1
+    assert sum(node.work.prefill_tokens or 0 for node in nodes) == len(shared) + 4 * len("0 tail")
+    assert len({node.work.worker for node in nodes}) == 1
 
 
 async def test_a_graph_says_what_calls_by_hand_say() -> None:
@@ -138,7 +138,7 @@ async def test_messages_and_places_are_those_of_the_api() -> None:
         async with client.prefill(messages=[system]) as alone:
             said = [branch.text for branch in await alone.fork(asked, **greedy).wait()]
         assert [found[why], found[so], *(found.nodes[each.name].items or ())] == said
-        assert found.nodes[why.name].prefill_tokens == len("<user>Why?|<assistant>")
+        assert found.nodes[why.name].work.prefill_tokens == len("<user>Why?|<assistant>")
         async with client.prefill("<system>Be sh") as text:
             (branch,) = await text.fork([" mind."], **greedy).wait()
         assert found[early] == branch.text
@@ -231,9 +231,9 @@ async def test_the_first_answer_ends_those_that_nobody_needs_while_others_go_on(
         assert found.status == "done"
         assert found.outputs["any"] == found["q"]
         assert found.nodes["a"].cause == "any"
-        assert found.nodes["a"].request == found.nodes["b"].request
-        assert found.nodes["b"].completion_tokens == 300
-        assert (found.nodes["a"].completion_tokens or 0) < 300
+        assert found.nodes["a"].work.request == found.nodes["b"].work.request
+        assert found.nodes["b"].work.completion_tokens == 300
+        assert (found.nodes["a"].work.completion_tokens or 0) < 300
 
 
 async def test_functions_are_called_and_their_outputs_are_texts_of_later_nodes() -> None:
@@ -267,7 +267,7 @@ async def test_functions_are_called_and_their_outputs_are_texts_of_later_nodes()
         assert "".join(deltas) == result[first]
         ended = [e.node for e in events if e.type == "node.ended"]
         assert sorted(ended) == sorted(result.nodes)
-        capsule = result.nodes[doc.name].capsule
+        capsule = result.nodes[doc.name].work.capsule
         assert capsule is not None
         await (await client.capsule(capsule)).delete()
 
@@ -446,7 +446,7 @@ async def test_a_run_goes_on_when_its_gateway_dies() -> None:
     graph = Graph()
     doc = graph.prefill("A document. ")
     first = graph.branch(doc, "Why?", max_tokens=4, name="first", **GREEDY)
-    long = graph.branch(doc, "At length?", max_tokens=600, name="long", **GREEDY)
+    long = graph.branch(doc, "At length?", max_tokens=200, name="long", **GREEDY)
     last = graph.branch(first, [graph.tool(look_up), "So?"], max_tokens=4, **GREEDY)
     async with two_clients() as (_, b, _, entry):
         calm = await b.run(graph, outputs=[last, long]).wait()

@@ -91,7 +91,7 @@ async def test_a_run_goes_on_from_what_one_that_died_has_done(tmp_path: Path) ->
             assert result.nodes[name].resumed == (name != "each")
             output = msgspec.json.encode(result.nodes[name].output or "")
             assert output in written or name == "each"
-        assert result.nodes["last"].cached_tokens == len(DOC) + len(" a") + 6
+        assert result.nodes["last"].work.cached_tokens == len(DOC) + len(" a") + 6
         again = await client.run(story(hang), journal=tmp_path / "next").wait()
         assert (again.outputs, again.prefill_tokens) == (result.outputs, result.prefill_tokens)
         await dead.close()
@@ -155,7 +155,7 @@ async def test_a_budget_goes_on_with_its_graph(tmp_path: Path) -> None:
             result = await again(name, tokens=50)
             with pytest.raises(BudgetSpent):
                 _ = result["b"]
-            assert result.nodes["b"].completion_tokens == 20
+            assert result.nodes["b"].work.completion_tokens == 20
         with pytest.raises(BudgetSpent, match="earlier runs of the journal"):
             await again("forgotten", tokens=30)
 
