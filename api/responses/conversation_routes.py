@@ -6,10 +6,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mallee.api.entry.asking import Asking
+from mallee.api.entry.pages import read_page
 from mallee.api.responses.conversations import Change, Conversations, check_room
 from mallee.api.responses.items import page, read_input
 from mallee.api.responses.store import Record
 from mallee.api.serve import json_response
+from mallee.api.sse import unless_gone
 from mallee.protocol.api.responses import (
     MAX_NEW_ITEMS,
     ConversationRequest,
@@ -36,6 +38,11 @@ class ConversationHandlers:
         scope = self._asking.scope(request)
         record = self._conversations.create(scope, items, body.metadata or {})
         return json_response(record.body)
+
+    async def list(self, request: Request) -> Response:
+        asked = read_page(request.query_params)
+        finding = self._conversations.all.page(self._asking.scope(request), asked)
+        return json_response(asked.body(await unless_gone(request.receive, finding)))
 
     async def get(self, request: Request) -> Response:
         return json_response((await self._record(request)).body)

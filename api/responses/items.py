@@ -5,7 +5,7 @@ import binascii
 from collections.abc import Mapping
 from typing import Any, Final
 
-from mallee.api.entry.asking import read_count
+from mallee.api.entry.pages import read_page
 from mallee.api.responses.tools import arguments_of, full_name, read_namespace
 from mallee.api.text.conversation import (
     MAX_MESSAGES,
@@ -18,7 +18,6 @@ from mallee.api.text.conversation import (
 from mallee.protocol.errors import BadRequest, InvalidParameter, MalleeError
 
 ROLES: Final = ("user", "assistant", "system", "developer")
-MAX_ITEMS: Final = 100  # of one page
 STATES: Final = ("in_progress", "completed", "incomplete")
 _CALLS: Final = "function_call, function_call_output, custom_tool_call, custom_tool_call_output"
 KINDS: Final = f"message, {_CALLS}, reasoning"
@@ -249,24 +248,16 @@ def _parts(content: Any, kind: str) -> list[dict[str, Any]]:
 
 def page(items: list[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
     """A list of items by `limit`, `order` and `after`. Raises InvalidParameter."""
-    limit = read_count(query.get("limit"), "limit", 20, MAX_ITEMS)
-    order, after = query.get("order", "desc"), query.get("after")
+    asked, order = read_page(query), query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise InvalidParameter("order", order, "give asc or desc")
     found = items if order == "asc" else items[::-1]
     begin = 0
-    if after is not None:
-        begin = 1 + next((i for i, item in enumerate(found) if item["id"] == after), -1)
+    if "after" in query:
+        begin = 1 + next((i for i, item in enumerate(found) if item["id"] == asked.after), -1)
         if not begin:
-            raise InvalidParameter("after", after, "give the id of an item of this list")
-    part = found[begin : begin + limit]
-    return {
-        "object": "list",
-        "data": part,
-        "first_id": part[0]["id"] if part else None,
-        "last_id": part[-1]["id"] if part else None,
-        "has_more": begin + limit < len(found),
-    }
+            raise InvalidParameter("after", asked.after, "give the id of an item of this list")
+    return asked.body(found[begin : begin + asked.most])
 
 
 def renamed(error: MalleeError, old: str, new: str) -> MalleeError:

@@ -8,9 +8,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mallee.api.branches.accounts import read_budget
-from mallee.api.entry.asking import Asking, read_count
+from mallee.api.entry.asking import Asking
 from mallee.api.entry.middleware import caller_of
-from mallee.api.openapi.operations import MAX_LISTED
+from mallee.api.entry.pages import read_page
 from mallee.api.serve import Server, json_response
 from mallee.api.sessions.budgets import SessionBudgets
 from mallee.api.sessions.names import check_session
@@ -37,15 +37,9 @@ class SessionHandlers:
         self._draw_seed = draw_seed
 
     async def list(self, request: Request) -> Response:
-        query = request.query_params
-        limit = read_count(query.get("limit"), "limit", 20, MAX_LISTED)
-        scope = self._asking.scope(request)
-        found, has_more = self._gateway.sessions.page(scope, query.get("after", ""), limit)
-        bodies = [_body(view) for view in found]
-        last = bodies[-1]["id"] if bodies else None
-        return json_response(
-            {"object": "list", "data": bodies, "last_id": last, "has_more": has_more}
-        )
+        page, scope = read_page(request.query_params), self._asking.scope(request)
+        found = self._gateway.sessions.page(scope, page.after, page.most)
+        return json_response(page.body([_body(view) for view in found]))
 
     async def put(self, request: Request) -> Response:
         asked = await self._asking.read(request, SessionRequest)

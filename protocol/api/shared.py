@@ -296,6 +296,15 @@ class ChoiceExtras(Body, frozen=True, kw_only=True):
     error: Failure = OMITTED
 
 
+class Page(Body, frozen=True, kw_only=True):
+    """A part of a list. If it `has_more`, the next part is that `after` the `last_id`."""
+
+    object: Literal["list"] = "list"
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
 class Deleted(Body, frozen=True, kw_only=True):
     """A thing that is gone."""
 
