@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from mallee.api.entry.asking import Asked, Asking, read_count
 from mallee.api.entry.middleware import age_s, caller_of
-from mallee.api.entry.pages import read_page
+from mallee.api.entry.pages import read_paging
 from mallee.api.responses.conversations import (
     Change,
     Conversations,
@@ -30,7 +30,7 @@ from mallee.api.responses.turns import PlannedTurn, TurnMaker
 from mallee.api.responses.writing import Writer, opening, sse
 from mallee.api.serve import Server, json_response
 from mallee.api.sse import EventStream, unless_gone
-from mallee.protocol.api.responses import ResponseRequest, ResponseSummary
+from mallee.protocol.api.responses import ResponseList, ResponseRequest, ResponseSummary
 from mallee.protocol.codec import Decoder, encode
 from mallee.protocol.errors import (
     BadRequest,
@@ -97,7 +97,7 @@ class Responses:
             server.gateway.records,
             self.store,
             ID_PREFIX,
-            shown=_summary,
+            ResponseSummary,
             new_name=server.gateway.requests.new_name,
         )
         self._background: dict[str, Background] = {}  # those that run
@@ -148,9 +148,10 @@ class Responses:
         return json_response(run.writer.body, headers=self._headers(request, run))
 
     async def list(self, request: Request) -> Response:
-        asked = read_page(request.query_params)
-        finding = self._list.page(self._asking.scope(request), asked)
-        return json_response(asked.body(await unless_gone(request.receive, finding)))
+        paging = read_paging(request.query_params)
+        finding = self._list.find(self._asking.scope(request), paging)
+        found = await unless_gone(request.receive, finding)
+        return json_response(paging.page(ResponseList, found))
 
     async def get(self, request: Request) -> Response:
         record = await self._record(request)
@@ -379,10 +380,6 @@ class Responses:
 
     def _headers(self, request: Request, run: Run) -> dict[str, str]:
         return {"x-mallee-worker": run.worker} if caller_of(request).is_operator else {}
-
-
-def _summary(record: Record) -> dict[str, Any]:
-    return {name: record.body[name] for name in ResponseSummary.__struct_fields__}
 
 
 async def _written(

@@ -127,10 +127,9 @@ class NewCapsule(Capsule, frozen=True, kw_only=True):
     imported: Imported = OMITTED
 
 
-class CapsuleList(Page, frozen=True, kw_only=True):
+class CapsuleList(Page[Capsule], frozen=True, kw_only=True):
     """`unknown`: capsules whose workers did not answer."""
 
-    data: list[Capsule]
     unknown: int
 
 

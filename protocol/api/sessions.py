@@ -45,8 +45,8 @@ class Session(Body, frozen=True, kw_only=True):
     running: int
 
 
-class SessionList(Page, frozen=True, kw_only=True):
-    data: list[Session]
+class SessionList(Page[Session], frozen=True, kw_only=True):
+    """Sessions, by name."""
 
 
 class SessionNode(Body, frozen=True, kw_only=True):

@@ -1,9 +1,11 @@
 """Parts that bodies have in common, and the rule for fields that they don't have."""
 
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Generic, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
+
+T = TypeVar("T")
 
 OMITTED: Any = msgspec.UNSET
 """The default of an answer's field that is not always there."""
@@ -55,6 +57,7 @@ OTHERS_NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "moderation": (),
     "parallel_tool_calls": (True, False),
     "prediction": (),
+    "prompt": (),
     "prompt_logprobs": (),
     "reasoning_effort": ("none",),
     "return_tokens_as_token_ids": (False,),
@@ -296,10 +299,11 @@ class ChoiceExtras(Body, frozen=True, kw_only=True):
     error: Failure = OMITTED
 
 
-class Page(Body, frozen=True, kw_only=True):
+class Page(Body, Generic[T], frozen=True, kw_only=True):
     """A part of a list. If it `has_more`, the next part is that `after` the `last_id`."""
 
     object: Literal["list"] = "list"
+    data: list[T]
     first_id: str | None
     last_id: str | None
     has_more: bool
