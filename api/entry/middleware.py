@@ -110,10 +110,10 @@ class AuthMiddleware:
         try:
             try:
                 caller = scope[_CALLER] = self._find_caller(scope)
-                is_work = scope["method"] == "POST" and scope["path"] not in OUTER
-                if is_work or INNER in scope:  # a frame costs its sender too little to be free
+                is_post = scope["method"] == "POST"
+                if is_post or INNER in scope:  # a frame costs its sender too little to be free
                     await self._turns.wait()
-                with caller.visit if is_work else UNLIMITED:
+                with caller.visit if is_post and scope["path"] not in OUTER else UNLIMITED:
                     await self._app(scope, receive, counted_send)
             except (MalleeError, HTTPException, ClientGone) as error:
                 if has_begun:
