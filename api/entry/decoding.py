@@ -215,10 +215,10 @@ def _bounds(kind: inspect.Type) -> str:
                 found.append(f"more than {above:g}" + (f", up to {high:g}" if high else ""))
             elif low is not None and high is not None:
                 found.append(f"{_number(low)} to {_number(high)}")
-            elif low is not None or high is not None:
-                found.append(
-                    f"at least {_number(low)}" if high is None else f"at most {_number(high)}"
-                )
+            elif low is not None:
+                found.append(f"at least {_number(low)}")
+            elif high is not None:
+                found.append(f"at most {_number(high)}")
         elif isinstance(each, inspect.StrType | inspect.CollectionType | inspect.DictType):
             most, least = each.max_length, each.min_length
             things = "characters" if isinstance(each, inspect.StrType) else "values"

@@ -6,7 +6,6 @@ from typing import Any, Final, NamedTuple
 
 from mallee.api.capsules.bulk import MAX_AGE_S, TIERS
 from mallee.api.graphs.requests import GraphRequest, ResultRequest
-from mallee.api.live.batch import BatchRequest
 from mallee.api.messages.errors import OVERLOADED
 from mallee.api.openapi import bodies
 from mallee.api.search.requests import SearchAnswer, SearchRequest
@@ -496,18 +495,9 @@ OPERATIONS: Final = (
         refusals=_MADE,
     ),
     Operation(
-        method="POST",
-        path="/v1/batch",
-        handler="live_requests.batch",
-        summary="Many operations, each with its own result",
-        answer=bodies.Batch,
-        body=BatchRequest,
-        example={"operations": [{"method": "GET", "path": "/v1/capsules/count"}]},
-    ),
-    Operation(
         "GET",
         "/v1/requests/{request}",
-        "live_requests.get",
+        "records.get",
         "The course of a request",
         capsules.RequestLife,
         refusals=(404,),

@@ -97,6 +97,7 @@ class SearchHandlers:
         size = server.gateway.context.router.config.block_size
         return SearchAnswer(
             **msgspec.structs.asdict(result),
+            object="search",
             created=int(server.clock()),
             model=server.model_name,
             seed=plan.seed,

@@ -77,15 +77,15 @@ class SearchRequest(DrawFields, frozen=True, kw_only=True):
 class Spent(msgspec.Struct, kw_only=True):
     """Tokens that were computed for a search, in its tree or not, and the requests that it made."""
 
-    prefill_tokens: int = 0
-    completion_tokens: int = 0
-    requests: int = 0
+    prefill_tokens: int
+    completion_tokens: int
+    requests: int
 
 
 class SearchAnswer(SearchResult, frozen=True, kw_only=True):
     """The tree of a search. `principal`: numbers of nodes from the root to the selected one."""
 
-    object: Literal["search"] = "search"
+    object: Literal["search"]
     created: int
     model: str
     seed: int

@@ -57,7 +57,7 @@ class Requests:
         self._terms = terms
         self._visit = visit
         self._name = RequestId(server.new_id())  # groups its questions to a service
-        self.spent = Spent()
+        self.spent = Spent(prefill_tokens=0, completion_tokens=0, requests=0)
         self.capsules: list[CapsuleId] = []
 
     async def begin(self) -> "Run":

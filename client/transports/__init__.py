@@ -1,1 +1,1 @@
-"""Other ways of the SDK to the service: one WebSocket, and OpenAI's own client."""
+"""Another way of the SDK to the service: the connections of OpenAI's own client."""

@@ -38,6 +38,11 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
 TopK = Annotated[int, Meta(ge=-1, description="0 and -1: off.")]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+RepetitionPenalty = Annotated[float, Meta(gt=0, le=100)]
+LogitBias = Annotated[
+    dict[str, Annotated[float, Meta(ge=-100, le=100)]],
+    Meta(max_length=MAX_LOGIT_BIAS, description="-100 to 100 by token id."),
+]
 Branches = Annotated[int, Meta(ge=1, description="Branches of each prompt.")]
 MaxTokens = Annotated[Tokens | None, Meta(description="At most so many tokens of an answer.")]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
@@ -66,13 +71,10 @@ class DrawFields(AnyRequest, frozen=True, kw_only=True):
     top_p: TopP = 1.0
     top_k: TopK = 0
     min_p: Share = 0.0
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0
+    repetition_penalty: RepetitionPenalty = 1.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    logit_bias: Annotated[
-        dict[str, Annotated[float, Meta(ge=-100, le=100)]],
-        Meta(max_length=MAX_LOGIT_BIAS, description="-100 to 100 by token id."),
-    ] = msgspec.field(default_factory=dict)
+    logit_bias: LogitBias = msgspec.field(default_factory=dict)
     seed: Seed | None = None
     stop: Stop = None
 
@@ -151,7 +153,7 @@ class ForkRequest(SamplingFields, frozen=True, kw_only=True):
             items={"anyOf": SUFFIX},
         ),
     ] = None
-    n: Annotated[int | None, Meta(description="Branches without suffixes.")] = None
+    n: Annotated[Tokens | None, Meta(description="Branches without suffixes.")] = None
     at: Annotated[Tokens | None, Meta(description="Only the capsule's first so many tokens.")] = (
         None
     )

@@ -1,10 +1,9 @@
-"""The SDK, and OpenAI's client, over one WebSocket; the SDK over the connections of OpenAI's client."""
+"""The SDK over the connections of OpenAI's client."""
 
 import asyncio
 from collections.abc import Callable
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -13,76 +12,12 @@ from mallee.client import (
     ConnectionFailed,
     InvalidParameter,
     Mallee,
-    MalleeError,
     StreamBroken,
     UnknownCapsule,
 )
-from mallee.client.transports.live import AsyncLiveTransport
-from mallee.protocol.errors import TenantQueueFull
 from support.waiting import until
 
 TEXTS = [f"hello {i}" for i in range(3)]
-
-
-async def test_what_goes_wrong_with_one_stream_leaves_the_others(live: Any) -> None:
-    """One that is left is cancelled, one that is silent is given up; with its socket it ends, and another
-    socket is opened.
-    """
-    live.service.holds_after = 2
-    transport = AsyncLiveTransport(live.url)
-    async with AsyncMallee(live.url, transport=transport, timeout_s=30.0, max_retries=0) as client:
-        async with client.stream("abc", n=2) as branches:
-            async for _ in branches:
-                if len(branches.branches) == 2:
-                    break
-        await until(live.service.closed.is_set)
-        with pytest.raises(StreamBroken, match="in time"):
-            await client.stream("abc").wait()
-        assert len(live.server.server_state.connections) == 1
-        async with client.stream("abc") as branches:
-            async for _ in branches:
-                break
-            assert transport._socket is not None
-            transport._socket.transport.abort()
-            with pytest.raises(StreamBroken):
-                await branches.wait()
-        live.service.refuses = TenantQueueFull(3, 3, 7.2)
-        with pytest.raises(TenantQueueFull) as told:
-            await client.complete("abc")
-        assert told.value.retry_after_s == 8.0
-
-
-async def test_what_a_frame_cannot_say_is_refused(live: Any, tmp_path: Any) -> None:
-    async with AsyncMallee(live.url, transport=AsyncLiveTransport(live.url)) as client:
-        with pytest.raises(InvalidParameter, match="transport's headers"):
-            await client.capsule("req_x.0", cache_salt="s")
-        (tmp_path / "file").write_bytes(b"123")
-        with pytest.raises(InvalidParameter, match="without its transport"):
-            await client.import_capsule(tmp_path / "file")
-    headers = {"x-cache-salt": "s"}
-    transport = AsyncLiveTransport(live.url, headers=headers)
-    async with AsyncMallee(live.url, transport=transport) as client:
-        assert (await client.capsule("req_x.0", cache_salt="s")).id == "req_x.0"
-    with pytest.raises(ConnectionFailed):
-        async with AsyncMallee(transport=AsyncLiveTransport("http://127.0.0.1:1")) as nobody:
-            await nobody.models()
-    with pytest.raises(MalleeError, match="http://localhost:1"):
-        AsyncLiveTransport("localhost:1")
-
-
-async def test_openais_client_goes_over_the_socket(live: Any) -> None:
-    http = httpx.AsyncClient(transport=AsyncLiveTransport(live.url))
-    async with openai.AsyncOpenAI(
-        base_url=f"{live.url}/v1", api_key="none", http_client=http
-    ) as client:
-        whole = await client.completions.create(model="tiny/bytes", prompt="abc", n=3)
-        assert [choice.text for choice in whole.choices] == TEXTS
-        stream = await client.completions.create(model="tiny/bytes", prompt="abc", stream=True)
-        assert (
-            "".join([chunk.choices[0].text async for chunk in stream if chunk.choices]) == TEXTS[0]
-        )
-        with pytest.raises(openai.BadRequestError):
-            await client.completions.create(model="tiny/bytes", prompt="abc", max_tokens=10**6)
 
 
 async def test_openai_s_client_is_the_transport(live: Any) -> None:
