@@ -1,13 +1,14 @@
 """Errors as HTTP answers in OpenAI's shape."""
 
 import math
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Scope
 
+from mallee.protocol.api.shared import ErrorBody, ErrorFields
 from mallee.protocol.errors import (
     BadRequest,
     DeadlineExceeded,
@@ -27,6 +28,7 @@ _TYPES = {
 }
 
 
+_SESSIONS: Final = "/v1/sessions/"
 # Beginnings of paths that clients of other servers know, and their names in a refusal.
 UNSERVED: Final = {
     "/v1/embeddings": "embeddings",
@@ -198,16 +200,17 @@ def error_type(status: int) -> str:
     return _TYPES.get(status, "invalid_request_error")
 
 
-def error_body(error: MalleeError) -> dict[str, Any]:
-    """`{"error": {message, type, param, code}}`."""
-    return {
-        "error": {
-            "message": error.client_message,
-            "type": error_type(error.status),
-            "param": error.fields.get("param"),
-            "code": error.code,
-        }
-    }
+def error_fields(error: MalleeError) -> ErrorFields:
+    return ErrorFields(
+        message=error.client_message,
+        type=error_type(error.status),
+        param=error.fields.get("param"),
+        code=error.code,
+    )
+
+
+def error_body(error: MalleeError) -> ErrorBody:
+    return ErrorBody(error=error_fields(error))
 
 
 def error_response(error: MalleeError) -> Response:
@@ -251,7 +254,8 @@ def answer_to(error: MalleeError | HTTPException | ClientGone, scope: Scope) -> 
     if error.status_code == 404:
         if (what := _unserved(path)) is not None:
             return error_response(NotServed(where, what))
-        return error_response(NotFound(f"{where}: there is no such path"))
+        remedy = "; the name of a session has no slash" if path.startswith(_SESSIONS) else ""
+        return error_response(NotFound(f"{where}: there is no such path{remedy}"))
     return error_response(BadRequest(f"{where}: {error.detail}"))
 
 

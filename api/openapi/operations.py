@@ -80,7 +80,7 @@ _MADE: Final = (
     410,
 )  # what works on a capsule may not find it, or find it stale or computing
 _CAPSULE: Final = "/v1/capsules/{capsule}"
-_SESSION: Final = "/v1/sessions/{session:path}"
+_SESSION: Final = "/v1/sessions/{session}"
 _RESPONSE: Final = "/v1/responses/{response}"
 _CONVERSATION: Final = "/v1/conversations/{conversation}"
 _ITEMS: Final = {
@@ -96,7 +96,7 @@ _NODES: Final = [
     {"kind": "branch", "name": "two", "of": "doc", "text": " a bird", "max_tokens": 8},
     {"kind": "join", "name": "both", "inputs": ["one", "two"]},
 ]
-_RECORD: Final = "/v1/sessions/{session:path}/record"
+_RECORD: Final = f"{_SESSION}/record"
 
 
 OPERATIONS: Final = (
@@ -617,7 +617,7 @@ OPERATIONS: Final = (
         answer=sessions.BoundSession,
         body=sessions.SessionRequest,
         example={"budget": {"tokens": 2000, "branches": 50}},
-        refusals=(404, 409),  # 404: a line break in its name
+        refusals=(404, 409),  # 404: a slash in its name
     ),
     Operation(
         "DELETE",

@@ -203,15 +203,6 @@ class DetokenizeRequest(AnyRequest, frozen=True, kw_only=True):
 # Answers
 
 
-class TextLogprobs(Body, frozen=True, kw_only=True):
-    """Of completions: lists that are parallel to the tokens."""
-
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None] | None
-    text_offset: list[int]
-
-
 class InjectedExtras(Body, frozen=True, kw_only=True):
     """`mallee` of a choice that goes on."""
 
@@ -248,7 +239,7 @@ class ChatMessage(Body, frozen=True, kw_only=True):
 
     role: Literal["assistant"]
     content: str | None
-    refusal: None = None
+    refusal: str | None = None
     reasoning_content: str = OMITTED
     reasoning: str = OMITTED
     tool_calls: list[Call] = OMITTED
@@ -290,25 +281,25 @@ class Chunk(AnyAnswer, frozen=True, kw_only=True):
 
 
 class Completion(AnyAnswer, frozen=True, kw_only=True):
-    object: Literal["text_completion"]
+    object: Literal["text_completion"] = "text_completion"
     choices: list[TextChoice]
     usage: UsageBody
 
 
 class Chat(AnyAnswer, frozen=True, kw_only=True):
-    object: Literal["chat.completion"]
+    object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
     usage: UsageBody
 
 
 class Fork(AnyAnswer, frozen=True, kw_only=True):
-    object: Literal["capsule.fork"]
+    object: Literal["capsule.fork"] = "capsule.fork"
     choices: list[TextChoice]
     usage: UsageBody
 
 
 class Restore(AnyAnswer, frozen=True, kw_only=True):
-    object: Literal["capsule.restore"]
+    object: Literal["capsule.restore"] = "capsule.restore"
     choices: list[TextChoice]
     usage: UsageBody
 
@@ -328,12 +319,12 @@ class Detokenized(Body, frozen=True, kw_only=True):
 
 class Model(Body, frozen=True, kw_only=True):
     id: str
-    object: Literal["model"]
+    object: Literal["model"] = "model"
     created: int
-    owned_by: str
+    owned_by: str = "mallee"
     max_model_len: int
 
 
 class ModelList(Body, frozen=True, kw_only=True):
-    object: Literal["list"]
+    object: Literal["list"] = "list"
     data: list[Model]
