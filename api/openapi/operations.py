@@ -9,7 +9,7 @@ from mallee.api.entry.pages import MAX_LISTED
 from mallee.api.graphs.requests import GraphRequest, ResultRequest
 from mallee.api.messages.errors import OVERLOADED
 from mallee.api.openapi import bodies
-from mallee.api.search.requests import SearchRequest
+from mallee.api.search.requests import SearchAnswer, SearchRequest
 from mallee.protocol.api import capsules, generate, messages, operator, responses, sessions, shared
 
 JSON, EVENTS, BYTES = "application/json", "text/event-stream", "application/octet-stream"
@@ -188,7 +188,7 @@ OPERATIONS: Final = (
         path="/v1/search",
         handler="searches.create",
         summary="A whole search of texts, in one call",
-        answer=bodies.Search,
+        answer=SearchAnswer,
         body=SearchRequest,
         example={"prompt": "A mallee is", "policy": {"type": "best_of_n", "n": 2, "max_tokens": 8}},
         refusals=_MADE,
