@@ -61,7 +61,6 @@ from mallee.client.results import (
     read_count,
     read_health,
 )
-from mallee.client.searches.where import Where, at_gateway
 from mallee.client.sessions import (
     BoundSession,
     ClosedSession,
@@ -87,7 +86,7 @@ if TYPE_CHECKING:  # see sync
     from mallee.client.graphs.builder import Graph
     from mallee.client.graphs.running import AsyncGraphRun
     from mallee.client.searches.local import AsyncValue, LogprobScore
-    from mallee.client.searches.remote import ServiceUrl
+    from mallee.client.searches.remote import ServiceUrl, Where
     from mallee.graphs.nodes import Handle
     from mallee.search.policy import Policy, SearchBudget
     from mallee.search.results import SearchResult
@@ -145,15 +144,13 @@ class AsyncAsking(BaseMallee["AsyncBranches", "PendingCapsule"]):
         **params: Unpack[Stepping],
     ) -> "SearchResult":
         """As `Mallee.search` and `AsyncCapsule.search`."""
+        from mallee.client.searches.remote import at_gateway
+
+        asked: dict[str, Any] = {"score": score, "seed": seed, "budget": budget, "ends": ends}
         if at_gateway(where):
-            return await self._search(
-                *(policy, {"prompt": prompt, "messages": messages}),
-                score=score,
-                seed=seed,
-                budget=budget,
-                ends=ends,
-                params={"cache_salt": cache_salt, **params},
-            )
+            begin = {"prompt": prompt, "messages": messages}
+            asked["params"] = {"cache_salt": cache_salt, **params}
+            return await self._search(policy, begin, **asked)
         begun = self.prefill(
             prompt,
             messages=messages,
@@ -162,9 +159,7 @@ class AsyncAsking(BaseMallee["AsyncBranches", "PendingCapsule"]):
             **calls.terms_of(params),
         )
         async with begun as capsule:
-            return await capsule.search(
-                policy, score=score, seed=seed, budget=budget, ends=ends, **params
-            )
+            return await capsule.search(policy, **asked, **params)
 
     async def _search(
         self, policy: "Policy", begin: Mapping[str, Any], *, params: Mapping[str, Any], **asked: Any
@@ -420,21 +415,14 @@ class AsyncCapsule(BaseCapsule["AsyncBranches", "PendingCapsule"]):
     ) -> "SearchResult":
         """As `Capsule.search`. `score` may be a coroutine function; a plain one runs in a thread."""
         from mallee.client.searches.local import run_async
+        from mallee.client.searches.remote import at_gateway
 
+        self._need_closed("policy", policy)
+        asked: dict[str, Any] = {"score": score, "seed": seed, "budget": budget, "ends": ends}
+        asked["params"] = {"cache_salt": self._cache_salt, **params}
         if at_gateway(where):
-            self._need_closed("policy", policy)
-            return await self._client._search(
-                *(policy, {"capsule": self.id}),
-                score=score,
-                seed=seed,
-                budget=budget,
-                ends=ends,
-                params={"cache_salt": self._cache_salt, **params},
-            )
-        plan = self._planned(
-            policy, score=score, seed=seed, budget=budget, ends=ends, params=params
-        )
-        return await run_async(plan)
+            return await self._client._search(policy, {"capsule": self.id}, **asked)
+        return await run_async(self._client._fork, self.id, policy, **asked)
 
     async def text(self, start: int = 0) -> str:
         """As `Capsule.text`."""

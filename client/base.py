@@ -21,7 +21,6 @@ from mallee.client.calls import (
     Prefilling,
     Prompt,
     Sampling,
-    Stepping,
     Suffix,
 )
 from mallee.client.errors import NO_END, ConnectionFailed, StreamBroken, from_body
@@ -38,11 +37,8 @@ from mallee.client.results import (
 from mallee.client.sse import SseParser
 from mallee.protocol.errors import InvalidParameter, Unavailable
 
-if TYPE_CHECKING:  # what only searches need is loaded by the first one
+if TYPE_CHECKING:
     import httpx
-
-    from mallee.client.searches.local import Plan
-    from mallee.search.policy import Policy, SearchBudget
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_TIMEOUT_S = 120.0
@@ -342,29 +338,6 @@ class BaseCapsule(Generic[S, C]):
                 " add_generation_prompt=True"
             )
             raise InvalidParameter(param, value, remedy)
-
-    def _planned(
-        self,
-        policy: "Policy",
-        *,
-        score: Any,
-        seed: int,
-        budget: "SearchBudget | None",
-        ends: Sequence[str],
-        params: Stepping,
-    ) -> "Plan":
-        """A search from here on."""
-        from mallee.client.searches.local import planned
-
-        self._need_closed("policy", policy)
-        return planned(
-            *(policy, self.id, self._client._fork),
-            score=score,
-            seed=seed,
-            budget=budget,
-            ends=ends,
-            params={"cache_salt": self._cache_salt, **params},
-        )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.id!r}, worker={self.worker!r}, tokens={self.tokens})"

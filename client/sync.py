@@ -62,7 +62,6 @@ from mallee.client.results import (
     read_count,
     read_health,
 )
-from mallee.client.searches.where import Where, at_gateway
 from mallee.client.sessions import (
     BoundSession,
     ClosedSession,
@@ -88,7 +87,7 @@ if TYPE_CHECKING:  # httpx costs 100 ms to import: loaded by the first client, n
     from mallee.client.graphs.blocking import GraphRun
     from mallee.client.graphs.builder import Graph
     from mallee.client.searches.local import LogprobScore, Value
-    from mallee.client.searches.remote import ServiceUrl
+    from mallee.client.searches.remote import ServiceUrl, Where
     from mallee.graphs.nodes import Handle
     from mallee.search.policy import Policy, SearchBudget
     from mallee.search.results import SearchResult
@@ -157,15 +156,13 @@ class Asking(BaseMallee["Branches", "Capsule"]):
         See `Capsule.search`. Its capsule is deleted at the end; those of the tree's nodes stay while there
         is room, as an answer's do.
         """
+        from mallee.client.searches.remote import at_gateway
+
+        asked: dict[str, Any] = {"score": score, "seed": seed, "budget": budget, "ends": ends}
         if at_gateway(where):
-            return self._search(
-                *(policy, {"prompt": prompt, "messages": messages}),
-                score=score,
-                seed=seed,
-                budget=budget,
-                ends=ends,
-                params={"cache_salt": cache_salt, **params},
-            )
+            begin = {"prompt": prompt, "messages": messages}
+            asked["params"] = {"cache_salt": cache_salt, **params}
+            return self._search(policy, begin, **asked)
         begun = self.prefill(
             prompt,
             messages=messages,
@@ -174,9 +171,7 @@ class Asking(BaseMallee["Branches", "Capsule"]):
             **calls.terms_of(params),
         )
         with begun as capsule:
-            return capsule.search(
-                policy, score=score, seed=seed, budget=budget, ends=ends, **params
-            )
+            return capsule.search(policy, **asked, **params)
 
     def _search(
         self, policy: "Policy", begin: Mapping[str, Any], *, params: Mapping[str, Any], **asked: Any
@@ -469,21 +464,14 @@ class Capsule(BaseCapsule["Branches", "Capsule"]):
         function can value. Raises InvalidParameter.
         """
         from mallee.client.searches.local import run
+        from mallee.client.searches.remote import at_gateway
 
+        self._need_closed("policy", policy)
+        asked: dict[str, Any] = {"score": score, "seed": seed, "budget": budget, "ends": ends}
+        asked["params"] = {"cache_salt": self._cache_salt, **params}
         if at_gateway(where):
-            self._need_closed("policy", policy)
-            return self._client._search(
-                *(policy, {"capsule": self.id}),
-                score=score,
-                seed=seed,
-                budget=budget,
-                ends=ends,
-                params={"cache_salt": self._cache_salt, **params},
-            )
-        plan = self._planned(
-            policy, score=score, seed=seed, budget=budget, ends=ends, params=params
-        )
-        return run(plan)
+            return self._client._search(policy, {"capsule": self.id}, **asked)
+        return run(self._client._fork, self.id, policy, **asked)
 
     def text(self, start: int = 0) -> str:
         """Its text from token `start` on, special tokens as they are written. Raises NotFound."""

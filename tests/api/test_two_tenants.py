@@ -19,7 +19,10 @@ ACME, EVIL = new_key("acme", "client", None), new_key("evil", "client", None)
 SECRET = "xyzzy"
 PROMPT = f"{SECRET} many trunks from one root, which sprout again after fire " * 3
 SESSION = f"{SECRET}-session"
-LISTS = ("/v1/capsules", "/v1/capsules/count", "/v1/sessions")
+LISTS = (
+    *("/v1/capsules", "/v1/capsules/count", "/v1/sessions"),
+    *("/v1/responses", "/v1/conversations"),
+)
 OWN = ("model", "worker", "file")  # names in paths that belong to no tenant
 MAKING = ("sessions.put",)  # what has the name may be new, and is its caller's then
 
@@ -69,8 +72,6 @@ def calls(operation: Operation, names: dict[str, str]) -> tuple[str, Any] | None
     path = template(operation.path)
     params = set(re.findall(r"{(\w+)}", path)) - set(OWN)
     body: Any = None if operation.body is None else dict(operation.example)
-    if operation.handler == "sessions.close_named":
-        body, params = {"session_id": names["session"]}, {"session"}
     if not params or operation.handler in MAKING:
         return None
     for name, value in names.items():

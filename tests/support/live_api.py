@@ -3,16 +3,18 @@
 import asyncio
 import secrets
 import socket
-import time
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
+import yaml
 from starlette.applications import Starlette
 
-from mallee.api.api import DEFAULT_RESPONSES, build_api
+from mallee.api.api import DEFAULT_RESPONSES, ApiSettings, Draws, Entry, ServedModel, build_api
 from mallee.api.text.chat import ChatTemplate
 from mallee.gateway.access.access import Access
+from mallee.gateway.access.keys import new_key
 from mallee.gateway.gateway import Gateway
 from mallee.protocol.hashing import Tokens, as_tokens
 from mallee.runtime.config import HttpSettings, ResponsesSettings
@@ -63,22 +65,18 @@ def api_over(
 ) -> Starlette:
     return build_api(
         gateway,
-        tokenizer or CharTokenizer(),
-        chat,
-        access=access or Access(None, {}),
-        responses=responses,
-        scopes=SCOPES,
-        model_name="m",
-        limits=HttpSettings(**settings),
-        created=1,
-        clock=time.time,
-        new_id=lambda: "err",
-        draw_seed=lambda: secrets.randbits(64),
-        count_answer=gateway.context.metrics.answered,
-        count_callback=gateway.context.metrics.called_back,
-        count_search=gateway.context.metrics.searched,
-        tasks=gateway.tasks,
+        ServedModel("m", tokenizer or CharTokenizer(), chat, created=1),
+        Entry(access or Access(None, {}), SCOPES),
+        ApiSettings(HttpSettings(**settings), responses=responses),
+        Draws(lambda: "err", lambda: secrets.randbits(64)),
     )
+
+
+def keyed(tmp_path: Path, **limits: int) -> tuple[Access, dict[str, str]]:
+    """An access with one key, and the header with it."""
+    key, file = new_key("alice", "client", "alice"), tmp_path / "keys.yaml"
+    file.write_text(yaml.safe_dump({"keys": [{**key.entry, **limits}]}))
+    return Access(file, {}), {"authorization": f"Bearer {key.token}"}
 
 
 @asynccontextmanager
