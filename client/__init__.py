@@ -21,6 +21,8 @@ from mallee.client.errors import (
     JournalFailed,
     NoCapsule,
     StreamBroken,
+    ToolFailed,
+    ToolTimeout,
 )
 from mallee.client.results import BranchEvent, CapsuleCount, CapsuleData, ToolCall, Usage
 from mallee.client.sessions import (
@@ -59,8 +61,6 @@ from mallee.protocol.errors import (
     SlowReader,
     TenantQueueFull,
     TierFull,
-    ToolFailed,
-    ToolTimeout,
     Unauthorized,
     Unavailable,
     UnknownBranch,
