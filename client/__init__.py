@@ -14,8 +14,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from mallee.client.aio import AsyncBranch, AsyncBranches, AsyncCapsule, AsyncMallee, AsyncSession
-from mallee.client.calls import Budget
+from mallee.client.calls import Budget, StopWhen
 from mallee.client.errors import ApiError, ConnectionFailed, NoCapsule, StreamBroken
+from mallee.client.operators import Explained, Worker
 from mallee.client.results import BranchEvent, CapsuleCount, CapsuleData, ToolCall, Usage
 from mallee.client.sessions import (
     BoundSession,
@@ -65,11 +66,18 @@ from mallee.protocol.errors import (
     WorkerLost,
 )
 
-if TYPE_CHECKING:  # graphs cost 30 ms to import: loaded by those that use them
+if TYPE_CHECKING:  # graphs cost 30 ms to import, policies as much: loaded by those that use them
     from mallee.client.graphs.aio import AsyncGraphRun
     from mallee.client.graphs.builder import Graph, Handle
     from mallee.client.graphs.results import GraphEvent, GraphNode, GraphResult
     from mallee.client.graphs.running import GraphRun
+    from mallee.search.policies.depth_first import DepthFirst
+    from mallee.search.policies.levels import Beam, BreadthFirst, DiverseTrees
+    from mallee.search.policies.mcts import Mcts
+    from mallee.search.policies.sampling import BestOfN, SelfConsistency
+    from mallee.search.policy import SearchBudget
+    from mallee.search.results import SearchResult
+    from mallee.search.scores import Verifier
 
 __all__ = [
     "ApiError",
@@ -80,10 +88,13 @@ __all__ = [
     "AsyncMallee",
     "AsyncSession",
     "BadRequest",
+    "Beam",
+    "BestOfN",
     "BoundSession",
     "Branch",
     "BranchEvent",
     "Branches",
+    "BreadthFirst",
     "Budget",
     "BudgetSpent",
     "Capsule",
@@ -97,6 +108,9 @@ __all__ = [
     "ContextLengthExceeded",
     "CorruptExport",
     "DeadlineExceeded",
+    "DepthFirst",
+    "DiverseTrees",
+    "Explained",
     "Forbidden",
     "GrammarFailed",
     "Graph",
@@ -113,6 +127,7 @@ __all__ = [
     "LookupIncomplete",
     "Mallee",
     "MalleeError",
+    "Mcts",
     "NoCapsule",
     "NoWorker",
     "NotAwaited",
@@ -121,12 +136,16 @@ __all__ = [
     "QueueFull",
     "QuotaExceeded",
     "QuotaTooSmall",
+    "SearchBudget",
+    "SearchResult",
+    "SelfConsistency",
     "Session",
     "SessionBudget",
     "SessionData",
     "SessionNode",
     "SessionTree",
     "SlowReader",
+    "StopWhen",
     "StreamBroken",
     "TenantQueueFull",
     "TierFull",
@@ -140,22 +159,34 @@ __all__ = [
     "UnknownGraph",
     "UnknownModel",
     "Usage",
+    "Verifier",
+    "Worker",
     "WorkerLost",
 ]
 
 _LATE = {
-    "AsyncGraphRun": "aio",
-    "Graph": "builder",
-    "GraphEvent": "results",
-    "GraphNode": "results",
-    "GraphResult": "results",
-    "GraphRun": "running",
-    "Handle": "builder",
+    "AsyncGraphRun": "client.graphs.aio",
+    "Beam": "search.policies.levels",
+    "BestOfN": "search.policies.sampling",
+    "BreadthFirst": "search.policies.levels",
+    "DepthFirst": "search.policies.depth_first",
+    "DiverseTrees": "search.policies.levels",
+    "Graph": "client.graphs.builder",
+    "GraphEvent": "client.graphs.results",
+    "GraphNode": "client.graphs.results",
+    "GraphResult": "client.graphs.results",
+    "GraphRun": "client.graphs.running",
+    "Handle": "client.graphs.builder",
+    "Mcts": "search.policies.mcts",
+    "SearchBudget": "search.policy",
+    "SearchResult": "search.results",
+    "SelfConsistency": "search.policies.sampling",
+    "Verifier": "search.scores",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """A name of graphs, when it is asked for."""
+    """A name of graphs or searches, when it is asked for."""
     if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"mallee.client.graphs.{_LATE[name]}"), name)
+    return getattr(import_module(f"mallee.{_LATE[name]}"), name)

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from mallee.client.errors import ApiError, NoCapsule, StreamBroken, from_body
 from mallee.client.sse import DONE
+
+S = TypeVar("S", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,20 +284,12 @@ def read_health(status: int, raw: bytes, url: str) -> dict[str, Any]:
     return {"status": "unavailable", "reason": f"HTTP {status} from {url}: not Mallee's answer"}
 
 
-def read_capsule(body: object) -> CapsuleData:
-    """Raises ApiError if `body` does not describe a capsule."""
+def read_as(body: object, kind: type[S]) -> S:
+    """An answer's body as a value. Raises ApiError if it is no such answer."""
     try:
-        return msgspec.convert(body, CapsuleData)
+        return msgspec.convert(body, kind)
     except msgspec.ValidationError as error:
-        raise ApiError(f"not a capsule: {error}", http_status=200) from error
-
-
-def read_count(body: object) -> CapsuleCount:
-    """Raises ApiError if `body` counts no capsules."""
-    try:
-        return msgspec.convert(body, CapsuleCount)
-    except msgspec.ValidationError as error:
-        raise ApiError(f"not a count: {error}", http_status=200) from error
+        raise ApiError(f"not a {kind.__name__}: {error}", http_status=200) from error
 
 
 def _tool_call(body: Mapping[str, Any]) -> ToolCall:

@@ -1,14 +1,11 @@
 """Sessions as the server tells of them: their calls and answers; no I/O.
 
-Requests name theirs by `mallee={"session": ...}`, as those of a `Session` do.
+Requests name theirs by `session=...`, as those of a `Session` do.
 """
-
-from typing import TypeVar
 
 import msgspec
 
 from mallee.client.calls import Budget, Call, query_of
-from mallee.client.errors import ApiError
 from mallee.client.html import nodes_html
 
 
@@ -98,17 +95,6 @@ class ClosedSession(msgspec.Struct, frozen=True, kw_only=True):
     cancelled: int
 
 
-S = TypeVar("S", bound=msgspec.Struct)
-
-
-def read_session(body: object, kind: type[S]) -> S:
-    """Raises ApiError if `body` is no such answer."""
-    try:
-        return msgspec.convert(body, kind)
-    except msgspec.ValidationError as error:
-        raise ApiError(f"not a session: {error}", http_status=200) from error
-
-
 def made_up() -> str:
     """A name that no other session has."""
     from uuid import uuid4
@@ -116,7 +102,7 @@ def made_up() -> str:
     return f"session-{uuid4().hex}"
 
 
-def list_sessions(after: str | None, limit: int, cache_salt: str | None) -> Call:
+def list_sessions(limit: int, cache_salt: str | None, after: str | None) -> Call:
     query = query_of({"limit": limit, "after": after or None})
     return Call("GET", f"/v1/sessions{query}", cache_salt=cache_salt)
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
+from mallee.client.calls import terms_of
 from mallee.client.critic import result_of
 from mallee.client.results import BranchState
 from mallee.protocol.errors import ContextLengthExceeded, InvalidParameter
@@ -52,9 +53,9 @@ class Plan:
 
     def ask(self, verifier: Verifier, proposal: Proposal) -> Any:
         """A verifier's answer about a proposal, under way. Its draw is greedy, the same everywhere."""
-        own = {key: value for key, value in self.params.items() if key in _TERMS}
+        salt = {"cache_salt": self.params.get("cache_salt")}
         drawn = {"max_tokens": verifier.tokens, "temperature": 0.0, "seed": 0}
-        params = {**own, **drawn, "logprobs": verifier.num_logprobs}
+        params = {**salt, **terms_of(self.params), **drawn, "logprobs": verifier.num_logprobs}
         return self.fork(proposal.key, [verifier.prompt], params)
 
     def proposals(self, branches: Sequence[BranchState]) -> list[Proposal]:
@@ -67,9 +68,6 @@ class Plan:
             self.search.expanded(work.work, results)
         else:
             self.search.scored(work.work, list(map(checked, results)))
-
-
-_TERMS: Final = ("cache_salt", "mallee", "model", "user")
 
 
 def planned(
