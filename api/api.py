@@ -49,13 +49,6 @@ from mallee.api.prompts import PromptReader
 from mallee.api.responses.conversation_routes import ConversationHandlers
 from mallee.api.responses.room import Responses
 from mallee.api.responses.turns import TurnMaker
-from mallee.api.schemas import (
-    AnyRequest,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
 from mallee.api.search.handlers import SearchHandlers
 from mallee.api.search.policies import installed_policies
 from mallee.api.serve import CountSearch, Server, json_response
@@ -68,6 +61,13 @@ from mallee.api.ui.handlers import UiHandlers
 from mallee.gateway.access.access import Access
 from mallee.gateway.access.scopes import Scopes
 from mallee.gateway.gateway import Gateway
+from mallee.protocol.api.generate import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from mallee.protocol.api.shared import AnyRequest
 from mallee.protocol.errors import NotFound, NoWorker
 from mallee.protocol.ids import Scope
 from mallee.runtime.config import ChatSettings, HttpSettings, ResponsesSettings
@@ -271,7 +271,7 @@ def build_api(
     tokenizing = Tokenizing(reader, chat_reader, tokenizer, gateway.context.model.max_model_len)
     asking = Asking(
         scopes,
-        max_body_bytes=limits.max_body_bytes,
+        limits,
         max_model_len=gateway.context.model.max_model_len,
         pool=pool,
     )

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
-from mallee.api.schemas import ForkRequest, SamplingFields
+from mallee.protocol.api.generate import ForkRequest, SamplingFields
 from mallee.protocol.errors import InvalidParameter, MalleeError
 from mallee.protocol.messages import Grammar
 

@@ -10,25 +10,27 @@ from mallee.api.branches.accounts import Budget, read_budget
 from mallee.api.branches.conditions import Conditions, read_conditions
 from mallee.api.callbacks.callbacks import AllowedUrls
 from mallee.api.chat.reading import Chat, ChatReader
-from mallee.api.files.taking import ImportRequest
 from mallee.api.grammars import FREE_TEXT, OutputFormat, read_output_format
 from mallee.api.prompts import PromptReader
-from mallee.api.schemas import (
-    AnyRequest,
-    CapsuleRequest,
-    ChatRequest,
-    CompletionRequest,
-    DemoteRequest,
-    ForkRequest,
-    PinRequest,
-    RestoreRequest,
-    RewindRequest,
-    SamplingFields,
-)
 from mallee.api.terms import read_affinity, read_retention
 from mallee.api.text.answers import Reading
 from mallee.gateway.capsules.capsules import CapsuleInfo
 from mallee.gateway.capsules.files.imports import Received
+from mallee.protocol.api.capsules import (
+    CapsuleRequest,
+    DemoteRequest,
+    ImportRequest,
+    PinRequest,
+    RewindRequest,
+)
+from mallee.protocol.api.generate import (
+    ChatRequest,
+    CompletionRequest,
+    ForkRequest,
+    RestoreRequest,
+    SamplingFields,
+)
+from mallee.protocol.api.shared import AnyRequest
 from mallee.protocol.errors import (
     BadRequest,
     ContextLengthExceeded,
@@ -39,7 +41,6 @@ from mallee.protocol.errors import (
 from mallee.protocol.hashing import Tokens, as_tokens
 from mallee.protocol.ids import CapsuleId, Scope
 from mallee.protocol.messages import (
-    MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_PLACES,
     Limits,
@@ -59,9 +60,7 @@ from mallee.router.dispatch.jobs import (
 )
 from mallee.runtime.config import HttpSettings
 
-MAX_STOPS: Final = 16
 MAX_STOP_CHARS: Final = 4096  # of all stop strings together
-MAX_STOP_IDS: Final = 1024
 DEFAULT_MAX_TOKENS: Final = 16
 LOWER_TIERS: Final = {"host": 1, "disk": 2}
 
@@ -147,9 +146,8 @@ class JobMaker:
         self._check_sampling(request)
         num_prompts = len(request.prompt) if _is_batch(request.prompt) else 1
         self._check_branches("n", request.n, num_prompts)
-        max_tokens = self._max_tokens("max_tokens", request.max_tokens)
         prompts = self._reader.prompts(request.prompt, scope)
-        max_tokens = max_tokens or DEFAULT_MAX_TOKENS
+        max_tokens = request.max_tokens or DEFAULT_MAX_TOKENS
         output = read_output_format(request)
         return self._generate(request, prompts, max_tokens, output=output, scope=scope, terms=terms)
 
@@ -161,8 +159,6 @@ class JobMaker:
         if old is not None and new is not None and old != new:
             remedy = f"max_completion_tokens={shown(new)}: give one"
             raise InvalidParameter("max_tokens", old, remedy)
-        self._max_tokens("max_tokens", old)
-        self._max_tokens("max_completion_tokens", new)
         return self.conversation(request, self._chat.read(request, scope), scope, terms)
 
     def conversation(
@@ -178,8 +174,6 @@ class JobMaker:
         A request of another API sets `max_completion_tokens`, and names its own fields before.
         """
         self._check_sampling(request)
-        if request.thinking_token_budget is not None:
-            _within("thinking_token_budget", request.thinking_token_budget, 0, (1 << 31) - 1)
         max_tokens = request.max_completion_tokens or request.max_tokens
         begun = 0 if start is None else start.num_tokens
         room = max(self._spec.max_model_len - begun - len(chat.prompt), 1)
@@ -291,8 +285,7 @@ class JobMaker:
             self._check_branches("n", request.n, 1)
         entries = request.suffixes if request.suffixes is not None else [[]] * (request.n or 0)
         self._check_branches("suffixes", len(entries), 1)
-        max_tokens = self._max_tokens("max_tokens", request.max_tokens)
-        max_tokens = max_tokens or DEFAULT_MAX_TOKENS
+        max_tokens = request.max_tokens or DEFAULT_MAX_TOKENS
         suffixes = [self._reader.suffix(s, f"suffixes[{i}]", scope) for i, s in enumerate(entries)]
         at, boundary = request.at, _checked_at("at", request.at, capsule)
         self._check_fits(boundary + max(map(len, suffixes)), max_tokens)
@@ -327,7 +320,7 @@ class JobMaker:
         """The branch that a capsule was taken from, going on from there."""
         self.check_model(request.model)
         _check_stops(request)
-        more = self._max_tokens("max_tokens", request.max_tokens) or 0
+        more = request.max_tokens or 0
         boundary = _checked_at("at", request.at, capsule)
         self._check_fits(boundary, more or 1)
         conditions = read_conditions(request.mallee.stop_when, 1, self.urls)
@@ -376,8 +369,6 @@ class JobMaker:
         self.check_model(request.model)
         if request.tier is None:
             raise BadRequest("tier is required: host or disk", param="tier")
-        if request.tier not in LOWER_TIERS:
-            raise InvalidParameter("tier", request.tier, "give host or disk")
         return LOWER_TIERS[request.tier]
 
     def _keep_s(self, request: AnyRequest) -> float | None:
@@ -521,20 +512,9 @@ class JobMaker:
         return tuple(found.items())
 
     def _check_sampling(self, request: SamplingFields) -> None:
-        _within("temperature", request.temperature, 0.0, 2.0)
-        if request.top_k < -1:
-            raise InvalidParameter("top_k", request.top_k, "give 0 (off) or a positive count")
-        if request.seed is not None:
-            _within("seed", request.seed, -(1 << 63), (1 << 63) - 1)
-        if (num_ids := len(request.stop_token_ids)) > MAX_STOP_IDS:
-            raise InvalidParameter("stop_token_ids", num_ids, f"give at most {MAX_STOP_IDS} ids")
         if request.stop_token_ids:
             self._reader.ids(request.stop_token_ids, "stop_token_ids")
         _check_stops(request)
-        if len(request.logit_bias) > MAX_LOGIT_BIAS:
-            raise InvalidParameter(
-                "logit_bias", len(request.logit_bias), f"give at most {MAX_LOGIT_BIAS} tokens"
-            )
 
     def _check_branches(self, param: str, n: int, num_prompts: int) -> None:
         most = self._limits.max_branches
@@ -556,11 +536,6 @@ class JobMaker:
             )
         return _within("ttl_s", asked, 0.0, most or 1e9)
 
-    def _max_tokens(self, param: str, value: int | None) -> int | None:
-        if value is not None and value < 1:
-            raise InvalidParameter(param, value, "give at least 1")
-        return value
-
     def _check_fits(self, prompt_tokens: int, max_tokens: int) -> None:
         if prompt_tokens + max_tokens > self._spec.max_model_len:
             raise ContextLengthExceeded(prompt_tokens, max_tokens, self._spec.max_model_len)
@@ -577,8 +552,6 @@ def _num_logprobs(request: SamplingFields) -> int:
         top = request.top_logprobs
         if top is not None and top != 0 and not request.logprobs:
             raise BadRequest("top_logprobs needs logprobs=true", param="top_logprobs")
-        if top is not None:
-            _within("top_logprobs", top, 0, MAX_LOGPROBS)
         return (top or 0) if request.logprobs else -1
     assert isinstance(request, CompletionRequest | ForkRequest), "no other request draws tokens"
     asked = request.logprobs
@@ -586,7 +559,7 @@ def _num_logprobs(request: SamplingFields) -> int:
         return -1
     if asked is True:
         raise InvalidParameter("logprobs", asked, f"give how many, 0 to {MAX_LOGPROBS}")
-    return _within("logprobs", asked, 0, MAX_LOGPROBS)
+    return asked
 
 
 def _is_batch(prompt: object) -> bool:
@@ -606,10 +579,7 @@ def _checked_at(param: str, at: int | None, capsule: CapsuleInfo) -> int:
 
 def _check_stops(request: SamplingFields | RestoreRequest) -> None:
     """Raises BadRequest for what can't be looked for in a text, and for options of no stream."""
-    stops, most = _stops(request), MAX_STOPS
-    if len(stops) > most or "" in stops:
-        raise InvalidParameter("stop", request.stop, f"give at most {most} non-empty strings")
-    if (num_chars := sum(map(len, stops))) > MAX_STOP_CHARS:
+    if (num_chars := sum(map(len, _stops(request)))) > MAX_STOP_CHARS:
         raise InvalidParameter(
             "stop", request.stop, f"{num_chars} characters; give at most {MAX_STOP_CHARS}"
         )

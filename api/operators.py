@@ -1,22 +1,17 @@
 """The handlers of an operator's paths: decisions, workers, weights, metrics."""
 
-from typing import Final
-
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mallee.api.entry.asking import Asking, read_count
 from mallee.api.entry.middleware import caller_of
 from mallee.api.openapi.operations import MAX_CANDIDATES, MAX_DECISIONS
-from mallee.api.schemas import WeightsRequest
 from mallee.api.serve import json_response
 from mallee.gateway.gateway import Gateway
 from mallee.gateway.operator import metrics_type
+from mallee.protocol.api.operator import WeightsRequest, WorkerDraining
 from mallee.protocol.errors import Forbidden, InvalidParameter
 from mallee.protocol.ids import RequestId, WorkerId
-
-MAX_LABEL_CHARS: Final = 128
-MAX_CHANGE_S: Final = 3600
 
 
 class OperatorHandlers:
@@ -49,18 +44,11 @@ class OperatorHandlers:
         _check_operator(request)
         worker = WorkerId(request.path_params["worker"])
         await self._gateway.operator.drain_worker(worker)
-        return json_response({"worker": worker, "object": "worker.draining"}, 202)
+        return json_response(WorkerDraining(worker=worker), 202)
 
     async def change_weights(self, request: Request) -> Response:
         _check_operator(request)
         body = await self._asking.read_plain(request, WeightsRequest)
-        if not 1 <= len(body.version) <= MAX_LABEL_CHARS:
-            raise InvalidParameter(
-                "version", body.version, f"give 1 to {MAX_LABEL_CHARS} characters"
-            )
-        for name, seconds in (("drain_s", body.drain_s), ("wait_s", body.wait_s)):
-            if not 0 <= seconds <= MAX_CHANGE_S:
-                raise InvalidParameter(name, seconds, f"give 0 to {MAX_CHANGE_S} seconds")
         found = await self._gateway.operator.change_weights(
             body.version, path=body.path, drain_s=body.drain_s, wait_s=body.wait_s
         )

@@ -10,20 +10,14 @@ from typing import Any, Final, TypeGuard
 import xxhash
 from starlette.datastructures import Headers
 
-from mallee.api.schemas import AnyRequest
 from mallee.api.sessions.names import read_session
 from mallee.gateway.access.access import Caller
+from mallee.protocol.api.shared import MAX_PRIORITY, MAX_SALT, MAX_TENANT, AnyRequest
 from mallee.protocol.errors import InvalidParameter
 from mallee.protocol.ids import Scope
 from mallee.protocol.messages import END_OF_TEXT, RetainSpan
 from mallee.router.dispatch.jobs import QueueTerms
 
-MAX_TENANT: Final = 128  # characters; names that differ beyond are one tenant
-MAX_SALT: Final = 256
-MAX_CACHE_KEY: Final = 256
-MAX_PRIORITY: Final = 1000
-MAX_DEADLINE_S: Final = 86_400.0
-MAX_WEIGHT: Final = 1000.0
 MAX_DIRECTIVES: Final = 16
 MAX_RETAIN_S: Final = 86_400.0  # where capsules may live for ever
 IMPLICIT_PRIORITY: Final = 50  # of a prompt whose request names a time and no priority
@@ -41,9 +35,9 @@ def read_terms(request: AnyRequest, caller: Caller, headers: Headers) -> QueueTe
     return QueueTerms(
         tenant=tenant[:MAX_TENANT],
         priority=_priority(request),
-        deadline_s=_deadline_s(request),
+        deadline_s=request.mallee.deadline_s,
         session=names.session,
-        weight=_weight(request),
+        weight=request.mallee.weight,
         tenant_weight=1.0 if caller.weight is None else caller.weight,
         owner="" if caller.weight is None else caller.tenant,
         is_recorded=request.mallee.record,
@@ -60,53 +54,21 @@ def checked_salt(salt: str, param: str = "cache_salt") -> str:
 
 
 def read_affinity(request: AnyRequest, scope: Scope) -> int:
-    """A digest of the request's prompt cache key, which is its scope's own; 0 without one.
-
-    Raises InvalidParameter.
-    """
+    """A digest of the request's prompt cache key, which is its scope's own; 0 without one."""
     key = request.prompt_cache_key
-    if len(key) > MAX_CACHE_KEY:
-        raise InvalidParameter("prompt_cache_key", key, f"give at most {MAX_CACHE_KEY} characters")
     return xxhash.xxh3_64_intdigest(f"{scope}\0{key}".encode()) or 1 if key else 0
 
 
 def _priority(request: AnyRequest) -> int:
-    param = "mallee.priority"
-    value: object = request.mallee.priority
-    if value is None:
-        param, value = "nvext.agent_hints.priority", _hint(request.nvext, "priority")
+    if request.mallee.priority is not None:
+        return request.mallee.priority
+    value = _hint(request.nvext, "priority")
     if value is None:
         return 0
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) <= MAX_PRIORITY:
         return value
-    raise InvalidParameter(param, value, f"give a whole number, {-MAX_PRIORITY} to {MAX_PRIORITY}")
-
-
-def checked_priority(value: int | None) -> int:
-    """`value`. Raises InvalidParameter."""
-    if value is None or abs(value) > MAX_PRIORITY:
-        remedy = f"give a whole number, {-MAX_PRIORITY} to {MAX_PRIORITY}"
-        raise InvalidParameter("priority", value, remedy)
-    return value
-
-
-def _deadline_s(request: AnyRequest) -> float | None:
-    value = request.mallee.deadline_s
-    if value is not None and not 0.0 <= value <= MAX_DEADLINE_S:
-        raise InvalidParameter("mallee.deadline_s", value, f"give 0 to {MAX_DEADLINE_S:.0f}")
-    return value
-
-
-def _weight(request: AnyRequest) -> float:
-    """The weight of the request's session among those of its tenant, whose weight its key says."""
-    value = request.mallee.weight
-    if not 1 / MAX_WEIGHT <= value <= MAX_WEIGHT:
-        raise InvalidParameter(
-            "mallee.weight",
-            value,
-            f"give {1 / MAX_WEIGHT:g} to {MAX_WEIGHT:g}, 1 is an equal share",
-        )
-    return value
+    remedy = f"give a whole number, {-MAX_PRIORITY} to {MAX_PRIORITY}"
+    raise InvalidParameter("nvext.agent_hints.priority", value, remedy)
 
 
 def _hint(nvext: object, name: str) -> object:

@@ -6,23 +6,10 @@ import msgspec
 
 from mallee.api.chat.reading import ChatReader
 from mallee.api.prompts import PromptReader
-from mallee.api.schemas import DetokenizeRequest, TokenizeRequest
 from mallee.api.text.tokenizer import Tokenizer
+from mallee.protocol.api.generate import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from mallee.protocol.errors import BadRequest, InvalidParameter
 from mallee.protocol.ids import Scope
-
-
-class Tokenized(msgspec.Struct, frozen=True, kw_only=True):
-    """`token_strs`: as the vocabulary writes them, if they were asked for."""
-
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None = None
-
-
-class Detokenized(msgspec.Struct, frozen=True, kw_only=True):
-    prompt: str
 
 
 @dataclass(frozen=True, slots=True)

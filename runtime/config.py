@@ -282,6 +282,9 @@ class HttpSettings(Settings):
     none."""
     max_body_bytes: AtLeastOne = 8 << 20
     """Longest request body."""
+    strict: Literal["ours", "all", "none"] = "ours"
+    """Requests that are refused for a field that is not known: those of Mallee's own paths, all, or
+    none. Others' fields are ignored, and a header of the answer, `warnings`, names them."""
     max_branches: AtLeastOne = 128
     """Branches of one request."""
     max_connections: AtLeastOne = 4096

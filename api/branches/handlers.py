@@ -1,7 +1,5 @@
 """Handlers of the paths below a request's branches."""
 
-from typing import Final
-
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -9,15 +7,19 @@ from mallee.api.branches.verbs import BranchVerbs, Verb, injection
 from mallee.api.entry.asking import Asking
 from mallee.api.jobs import JobMaker
 from mallee.api.prompts import PromptReader
-from mallee.api.schemas import InjectRequest, PrioritizeRequest, PruneRequest
 from mallee.api.serve import json_response
 from mallee.api.sse import unless_gone
-from mallee.api.terms import checked_priority
 from mallee.gateway.gateway import Gateway
-from mallee.protocol.errors import InvalidParameter, UnknownBranch
+from mallee.protocol.api.capsules import (
+    Injected,
+    InjectRequest,
+    Prioritized,
+    PrioritizeRequest,
+    Pruned,
+    PruneRequest,
+)
+from mallee.protocol.errors import BadRequest, InvalidParameter, UnknownBranch
 from mallee.protocol.ids import RequestId
-
-MODES: Final = ("append", "replace")
 
 
 class BranchHandlers:
@@ -36,8 +38,6 @@ class BranchHandlers:
         asked = await self._asking.read(request, InjectRequest)
         self._maker.check_model(asked.body.model)
         mode = asked.body.mode
-        if mode not in MODES:
-            raise InvalidParameter("mode", mode, "give append or replace")
         tokens = await self._asking.make(
             request,
             asked,
@@ -47,8 +47,7 @@ class BranchHandlers:
             raise InvalidParameter("suffix", asked.body.suffix, "give at least one token")
         verb = injection(branch, tokens, replaces=mode == "replace")
         (at,) = await unless_gone(request.receive, self._verbs.run(name, verb, asked.scope))
-        body = {"object": "branch.injected", "request": name, "branch": branch}
-        return json_response({**body, "at": at, "tokens": len(tokens)})
+        return json_response(Injected(request=name, branch=branch, at=at, tokens=len(tokens)))
 
     async def prune(self, request: Request) -> Response:
         name = RequestId(request.path_params["request"])
@@ -56,17 +55,18 @@ class BranchHandlers:
         self._maker.check_model(asked.body.model)
         verb = Verb("prune", asked.body.branches)
         ended = await unless_gone(request.receive, self._verbs.run(name, verb, asked.scope))
-        return json_response({"object": "branches.pruned", "request": name, "branches": ended})
+        return json_response(Pruned(request=name, branches=ended))
 
     async def prioritize(self, request: Request) -> Response:
         name = RequestId(request.path_params["request"])
         asked = await self._asking.read(request, PrioritizeRequest)
         self._maker.check_model(asked.body.model)
-        priority = checked_priority(asked.body.priority)
+        priority = asked.body.priority
+        if priority is None:
+            raise BadRequest("priority is required", param="priority")
         verb = Verb("prioritize", asked.body.branches, priority=priority)
         changed = await unless_gone(request.receive, self._verbs.run(name, verb, asked.scope))
-        body = {"object": "branches.prioritized", "request": name, "branches": changed}
-        return json_response({**body, "priority": priority})
+        return json_response(Prioritized(request=name, branches=changed, priority=priority))
 
 
 def _branch(request: Request) -> tuple[RequestId, int]:

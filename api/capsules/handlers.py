@@ -21,20 +21,19 @@ from mallee.api.files.sending import CapsuleFile
 from mallee.api.files.taking import read_query, take_file
 from mallee.api.jobs import JobMaker
 from mallee.api.openapi.operations import MAX_LISTED
-from mallee.api.schemas import (
-    AnyRequest,
-    CapsuleRequest,
-    CaptureRequest,
-    DemoteRequest,
-    ForkRequest,
-    PinRequest,
-    RestoreRequest,
-    RewindRequest,
-)
 from mallee.api.serve import Server, json_response
 from mallee.api.sse import unless_gone
 from mallee.api.terms import read_terms
 from mallee.gateway.capsules.capsules import CapsuleInfo
+from mallee.protocol.api.capsules import (
+    CapsuleRequest,
+    CaptureRequest,
+    DemoteRequest,
+    PinRequest,
+    RewindRequest,
+)
+from mallee.protocol.api.generate import ForkRequest, RestoreRequest
+from mallee.protocol.api.shared import AnyRequest
 from mallee.protocol.errors import InvalidParameter, QuotaExceeded, QuotaTooSmall
 from mallee.protocol.ids import CapsuleId, RequestId
 

@@ -8,7 +8,6 @@ from mallee.api.chat.choice import read_choice
 from mallee.api.chat.forms import answer_form
 from mallee.api.grammars import OutputFormat, read_output_format
 from mallee.api.prompts import PromptReader, RenderedPrompt
-from mallee.api.schemas import AnyRequest, CapsuleRequest, ChatRequest, TokenizeRequest
 from mallee.api.text.answers import THINKING, Reading, Thinking, thinking_of
 from mallee.api.text.chat import ChatTemplate, Source
 from mallee.api.text.conversation import (
@@ -21,6 +20,9 @@ from mallee.api.text.conversation import (
 from mallee.api.text.heads import Heads
 from mallee.api.text.tools.formats import FORMATS, format_of
 from mallee.api.text.tools.parser import ToolFormat
+from mallee.protocol.api.capsules import CapsuleRequest
+from mallee.protocol.api.generate import ChatRequest, TokenizeRequest
+from mallee.protocol.api.shared import AnyRequest
 from mallee.protocol.errors import BadRequest, InvalidParameter
 from mallee.protocol.hashing import Tokens
 from mallee.protocol.messages import ReasoningBudget

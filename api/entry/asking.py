@@ -3,27 +3,28 @@
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor
-from typing import Final, Generic, NamedTuple, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
-import msgspec
 from starlette.requests import Request
 
 from mallee.api.entry.bodies import Bodies
-from mallee.api.entry.middleware import caller_of, header, read_body
-from mallee.api.schemas import LEAST_VALUES, AnyRequest, parse
+from mallee.api.entry.decoding import LEAST_VALUES, decode, read
+from mallee.api.entry.middleware import caller_of, header, read_body, warn_of
 from mallee.api.sse import unless_gone
 from mallee.api.terms import checked_salt, read_terms
 from mallee.gateway.access.scopes import Scopes
+from mallee.protocol.api.shared import AnyBody, AnyRequest
 from mallee.protocol.errors import InvalidParameter
 from mallee.protocol.ids import Scope
 from mallee.router.dispatch.jobs import QueueTerms
+from mallee.runtime.config import HttpSettings
 
 SALT_HEADER: Final = "x-cache-salt"  # where the body has no cache_salt
 INLINE_BODY_BYTES: Final = 32 << 10  # larger bodies are read off the event loop
 
 R = TypeVar("R", bound=AnyRequest)
 J = TypeVar("J")
-S = TypeVar("S", bound=msgspec.Struct)
+B = TypeVar("B", bound=AnyBody)
 
 
 class Asked(NamedTuple, Generic[R]):
@@ -39,10 +40,11 @@ class Asking:
     """Reads the requests of all routes. `pool` reads large ones, by default the loop's own."""
 
     def __init__(
-        self, scopes: Scopes, *, max_body_bytes: int, max_model_len: int, pool: Executor | None
+        self, scopes: Scopes, limits: HttpSettings, *, max_model_len: int, pool: Executor | None
     ) -> None:
         self._scopes = scopes
-        self._max_body_bytes = max_body_bytes
+        self._max_body_bytes = limits.max_body_bytes
+        self._strict = limits.strict
         # The ids of a prompt as long as the window, and the rest of a body.
         self._max_values = max(LEAST_VALUES, max_model_len + LEAST_VALUES // 2)
         self._pool = pool
@@ -55,7 +57,9 @@ class Asking:
 
         def work() -> Asked[R]:
             owner = f"{caller.tenant}\0{salt}"
-            body = self._bodies.parse(raw, kind, owner, self._max_values)
+            body = self._known(
+                request, self._bodies.decode(raw, kind, owner, self._max_values), kind
+            )
             if not kind.is_bounded:
                 _check_unbounded(body)
             scope = self._scopes.scope(caller.tenant, checked_salt(body.cache_salt) or salt)
@@ -64,9 +68,18 @@ class Asking:
 
         return await self.off_loop(request, work, is_large=len(raw) > INLINE_BODY_BYTES)
 
-    async def read_plain(self, request: Request, kind: type[S]) -> S:
+    async def read_plain(self, request: Request, kind: type[B]) -> B:
         """The body without an owner or terms. Raises BadRequest and as `read_body`."""
-        return parse(await read_body(request, self._max_body_bytes), kind, self._max_values)
+        raw = await read_body(request, self._max_body_bytes)
+        return self._known(request, decode(raw, self._max_values), kind)
+
+    def _known(self, request: Request, body: dict[str, Any], kind: type[B]) -> B:
+        """The body; its answer names the fields that are ignored. Raises BadRequest."""
+        is_strict = self._strict == "all" or (self._strict == "ours" and not kind.is_others)
+        found = read(body, kind, is_strict=is_strict)
+        if found.ignored:
+            warn_of(request, found.ignored)
+        return found.body
 
     async def make(
         self, request: Request, asked: Asked[R], make: Callable[[R, Scope, QueueTerms], J]

@@ -10,21 +10,16 @@ import re
 import secrets
 import threading
 from collections import OrderedDict
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
 import xxhash
 
-from mallee.api.schemas import (
-    AnyRequest,
-    decode,
-    may_have_long_number,
-    num_values,
-    read,
-)
+from mallee.api.entry.decoding import decode, may_have_long_number, num_values
 from mallee.api.text.conversation import Known
 from mallee.api.text.scoped_memory import ScopedMemory, nbytes_of
+from mallee.protocol.api.shared import AnyBody
 from mallee.protocol.errors import MalleeError
 
 MAX_NBYTES: Final = 128 << 20
@@ -35,8 +30,6 @@ MAX_COMPARED: Final = 4  # of them that are compared to the first difference
 CHUNK: Final = 1 << 16
 MADE_NBYTES: Final = 500  # of what readers make of a message beside its texts, about
 _SPACE: Final = re.compile(rb"[ \t\n\r]*")
-
-R = TypeVar("R", bound=AnyRequest)
 
 
 class _Begun(NamedTuple):
@@ -78,11 +71,13 @@ class Bodies:
         self._alike: dict[_Key, OrderedDict[_Body, None]] = {}  # the youngest at the end
         self.num_known = 0  # bodies that were not decoded whole
 
-    def parse(self, raw: bytes, kind: type[R], owner: str, max_values: int) -> R:
-        """As `schemas.parse`; only bodies of the same owner are compared."""
+    def decode(
+        self, raw: bytes, kind: type[AnyBody], owner: str, max_values: int
+    ) -> dict[str, Any]:
+        """As `decoding.decode`; only bodies of the same kind and owner are compared."""
         field = kind.history
         if not field or len(raw) <= self._least_bytes:
-            return read(decode(raw, max_values), kind)
+            return decode(raw, max_values)
         key = _Key(owner, f"{kind.__name__}.{field}", xxhash.xxh3_64_intdigest(raw[:HEAD]))
         found, num = self._find(key, raw)
         body = None if found is None else self._rest(raw, found.begun, num, field, max_values)
@@ -91,7 +86,7 @@ class Bodies:
         else:
             self.num_known += 1
         self._keep(key, raw, body, field, found, num)
-        return read(body, kind)
+        return body
 
     def _find(self, key: _Key, raw: bytes) -> tuple[_Body | None, int]:
         """The body with most of the messages of `raw` at its beginning, and how many these are."""

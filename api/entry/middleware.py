@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from typing import Final, TypeAlias
 
@@ -23,7 +23,7 @@ from mallee.api.errors import (
 from mallee.api.errors import unexpected as unexpected_error
 from mallee.gateway.access.access import NOBODY, TENANT_HEADER, Access, Caller
 from mallee.gateway.access.quotas import UNLIMITED
-from mallee.protocol.errors import InvalidParameter, MalleeError, Unauthorized
+from mallee.protocol.errors import InvalidParameter, MalleeError, Unauthorized, shown
 
 _log = logging.getLogger(__name__)
 
@@ -43,6 +43,8 @@ OUTER: Final = frozenset(("/v1/batch", "/v1/search"))  # the requests in them co
 INNER: Final = "mallee.inner"  # in the scope of a request that came inside of another
 _CALLER = "mallee.caller"  # in the scope of a request
 _BEGUN = "mallee.begun"  # in loop seconds
+_IGNORED = "mallee.ignored"
+MAX_WARNED: Final = 16  # fields that an answer names
 
 
 def caller_of(request: Request) -> Caller:
@@ -55,6 +57,14 @@ def age_s(request: Request) -> float:
     """Seconds since the head of `request` came."""
     begun: float = request.scope[_BEGUN]
     return asyncio.get_running_loop().time() - begun
+
+
+def warn_of(request: Request, ignored: Sequence[str]) -> None:
+    """Have the answer to `request` name fields that were ignored."""
+    shown_names = ", ".join(map(shown, ignored[:MAX_WARNED]))
+    more = f", and {len(ignored) - MAX_WARNED} more" if len(ignored) > MAX_WARNED else ""
+    text = f"fields that this server does not know were ignored: {shown_names}{more}"
+    request.scope[_IGNORED] = text.encode("ascii", "backslashreplace")
 
 
 class AuthMiddleware:
@@ -93,6 +103,8 @@ class AuthMiddleware:
                 has_begun = True
                 path = getattr(scope.get("route"), "path", "other")
                 self._count_answer(path, message["status"])
+                if (ignored := scope.get(_IGNORED)) is not None:
+                    message["headers"] = [*message["headers"], (b"warnings", ignored)]
             await send(message)
 
         try:

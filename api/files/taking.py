@@ -11,8 +11,8 @@ from starlette.requests import Request
 
 from mallee.api.entry.middleware import LINGER_S, body_pieces
 from mallee.api.errors import ClientGone, ImportTooLarge
-from mallee.api.schemas import AnyRequest
 from mallee.gateway.capsules.files.imports import Import, Received
+from mallee.protocol.api.capsules import ImportRequest
 from mallee.protocol.errors import InvalidParameter, MalleeError
 
 FEED_NBYTES: Final = 1 << 20  # checked and written at once, in another thread
@@ -23,12 +23,6 @@ _WAITING: Final = (
     "weight",
     "deadline_s",
 )  # of the `mallee` object elsewhere
-
-
-class ImportRequest(AnyRequest, frozen=True, kw_only=True):
-    """`ttl_s` as with `CapsuleRequest`."""
-
-    ttl_s: float | None = None
 
 
 def read_query(query: QueryParams) -> ImportRequest:

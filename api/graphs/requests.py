@@ -9,21 +9,17 @@ from typing import Any, ClassVar, Final
 import msgspec
 
 from mallee.api.branches.accounts import Budget, read_budget
+from mallee.api.entry.decoding import read
 from mallee.api.jobs import JobMaker, Plan
 from mallee.api.prompts import PromptReader
-from mallee.api.schemas import (
-    AnyRequest,
-    CapsuleRequest,
-    Extras,
-    ForkRequest,
-    SamplingFields,
-    read,
-)
 from mallee.gateway.capsules.capsules import CapsuleInfo
 from mallee.graphs.context import check_context
 from mallee.graphs.graph import Graph, checked_graph
 from mallee.graphs.nodes import Branch, Filled, Map, Node, Tool
 from mallee.graphs.run import RunLimits
+from mallee.protocol.api.capsules import CapsuleRequest
+from mallee.protocol.api.generate import ForkRequest, SamplingFields
+from mallee.protocol.api.shared import AnyRequest, Extras
 from mallee.protocol.errors import BadRequest, InvalidGraph, InvalidParameter
 from mallee.protocol.ids import CapsuleId, Scope, branch_seed
 from mallee.router.dispatch.jobs import PrefillJob, QueueTerms

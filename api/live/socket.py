@@ -22,10 +22,10 @@ from starlette.requests import HTTPConnection
 from starlette.types import Message, Receive, Scope, Send
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from mallee.api.entry.decoding import parse
 from mallee.api.entry.gate import CLOSING
 from mallee.api.errors import error_body, error_response
 from mallee.api.live.inner import check_path, run_inner
-from mallee.api.schemas import parse
 from mallee.api.sse import MAX_WRITE_S
 from mallee.protocol.errors import (
     BadRequest,

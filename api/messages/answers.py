@@ -11,7 +11,7 @@ from mallee.api.deltas import CallDelta, TextDelta, TokenBytes
 from mallee.api.jobs import Plan
 from mallee.api.messages.errors import anthropic_error
 from mallee.api.messages.reading import input_of
-from mallee.api.messages.schemas import FIVE_MINUTES_S
+from mallee.api.messages.requests import FIVE_MINUTES_S
 from mallee.api.messages.signatures import signature_of
 from mallee.gateway.requests.lives import verdict_body
 from mallee.gateway.requests.meter import outcome_of

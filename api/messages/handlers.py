@@ -12,9 +12,7 @@ from mallee.api.grammars import read_output_format
 from mallee.api.jobs import JobMaker, Plan
 from mallee.api.messages.answers import MessageFormat
 from mallee.api.messages.reading import Dialogue, read_dialogue
-from mallee.api.messages.schemas import (
-    CountRequest,
-    MessagesRequest,
+from mallee.api.messages.requests import (
     Thought,
     functions_of,
     owner_of,
@@ -27,6 +25,7 @@ from mallee.api.prompts import PromptReader, RenderedPrompt
 from mallee.api.serve import Server, json_response
 from mallee.api.terms import MAX_TENANT
 from mallee.api.text.conversation import Conversation
+from mallee.protocol.api.messages import CountRequest, MessagesRequest
 from mallee.protocol.errors import ContextLengthExceeded, InvalidParameter
 from mallee.protocol.ids import Scope
 from mallee.router.dispatch.jobs import QueueTerms

@@ -1,19 +1,22 @@
 """The OpenAPI document, made from the operations and the types of their bodies."""
 
 import re
+from collections.abc import Iterable
 from functools import cache
 from inspect import cleandoc
 from typing import Any, Final
 
 import msgspec
+from msgspec import inspect
 
 from mallee.api.entry.idempotency import MAX_KEY
-from mallee.api.openapi.fields import FIELDS
 from mallee.api.openapi.operations import BYTES, EVENTS, JSON, OPERATIONS, Operation
-from mallee.api.schemas import HARMLESS, NEUTRAL
+from mallee.protocol.api.shared import OTHERS_HARMLESS, OTHERS_NEUTRAL, AnyBody, Body
 
 API_VERSION: Final = "1"
 NOT_SUPPORTED: Final = "Not supported: it may have a value that changes nothing."
+IGNORED: Final = "Not known: ignored, and named by the answer's header `warnings`."
+_INNER: Final = ("type", "item_type", "value_type")
 _REF: Final = "#/components/schemas/{name}"
 _ALL: Final = (400, 401, 429)
 _WITH_BODY: Final = (403, 408, 413, 415)
@@ -56,11 +59,11 @@ def document() -> dict[str, Any]:
     _, schemas = msgspec.json.schema_components(sorted(structs, key=str), ref_template=_REF)
     for schema in schemas.values():
         schema["description"] = cleandoc(schema.get("description", ""))
-        for field in schema["properties"].values():
-            if field.get("default", "") is None or field.get("default") == {}:
-                del field["default"]  # left out
-    for kind in {each.body for each in OPERATIONS if _is_struct(each.body)}:
+    bodies = {each.body for each in OPERATIONS if _is_struct(each.body)}
+    for kind in bodies:
         _refine(schemas[kind.__name__], kind)
+    for kind in _answers(structs - bodies):
+        _require(schemas[kind.__name__], kind)
     paths: dict[str, Any] = {}
     for each in OPERATIONS:
         paths.setdefault(template(each.path), {})[each.method.lower()] = _operation(each)
@@ -87,19 +90,45 @@ def _is_struct(kind: object) -> bool:
 # Schemas
 
 
-def _refine(schema: dict[str, Any], kind: type[msgspec.Struct]) -> None:
-    """Add what the type of a request doesn't say, and the fields of others that `parse` accepts."""
+def _refine(schema: dict[str, Any], kind: type[AnyBody]) -> None:
+    """Add what holds for the fields of every request, and others' fields that are accepted."""
     fields: dict[str, Any] = schema["properties"]
     for name, field in fields.items():
-        more = FIELDS.get(f"{kind.__name__}.{name}", FIELDS.get(name, {}))
-        fields[name] = _nullable({**field, **more})
+        if field.get("default", "") in (None, {}):
+            del field["default"]  # left out
+        fields[name] = _nullable(field)
     fields.update(
-        {name: {"description": "Changes nothing."} for name in HARMLESS - fields.keys()},
+        {name: {"description": "Changes nothing."} for name in OTHERS_HARMLESS - fields.keys()},
     )
-    for name in NEUTRAL.keys() - fields.keys():
-        fields[name] = {"description": NOT_SUPPORTED, "enum": [*NEUTRAL[name], None]}
+    for name in OTHERS_NEUTRAL.keys() - fields.keys():
+        fields[name] = {"description": NOT_SUPPORTED, "enum": [*OTHERS_NEUTRAL[name], None]}
     schema["properties"] = dict(sorted(fields.items()))
-    schema["additionalProperties"] = False
+    schema["additionalProperties"] = {"description": IGNORED} if kind.is_others else False
+
+
+def _answers(kinds: Iterable[Any]) -> set[type[Body]]:
+    """The types of answers, and of all that is in them."""
+    found: set[type[Body]] = set()
+    left = list(inspect.multi_type_info(kinds))
+    while left:
+        each = left.pop()
+        if isinstance(each, inspect.StructType):
+            if each.cls not in found and issubclass(each.cls, Body):
+                found.add(each.cls)
+                left += [field.type for field in each.fields]
+        elif isinstance(each, inspect.UnionType):
+            left += each.types
+        else:
+            left += [inner for name in _INNER if (inner := getattr(each, name, None)) is not None]
+    return found
+
+
+def _require(schema: dict[str, Any], kind: type[Body]) -> None:
+    """Say that the fields of an answer are there, but for those that may be left out."""
+    fields = msgspec.structs.fields(kind)
+    schema["required"] = [each.name for each in fields if each.default is not msgspec.UNSET]
+    for field in schema["properties"].values():
+        field.pop("default", None)
 
 
 def _nullable(field: dict[str, Any]) -> dict[str, Any]:

@@ -1,39 +1,22 @@
 """The routes of the Conversations API."""
 
-from typing import Any, Final
+from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mallee.api.entry.asking import Asking
 from mallee.api.responses.conversations import Change, Conversations, check_room
 from mallee.api.responses.items import page, read_input
-from mallee.api.responses.requests import check_metadata
 from mallee.api.responses.store import Record
 from mallee.api.serve import json_response
+from mallee.protocol.api.responses import (
+    MAX_NEW_ITEMS,
+    ConversationRequest,
+    ConversationUpdate,
+    ItemsRequest,
+)
 from mallee.protocol.errors import BadRequest, InvalidParameter, NotFound
-
-MAX_NEW_ITEMS: Final = 20  # as OpenAI's
-
-
-class ConversationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`POST /v1/conversations`."""
-
-    items: Any = None
-    metadata: Any = None
-
-
-class ConversationUpdate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`POST /v1/conversations/{conversation}`: all of the metadata."""
-
-    metadata: Any = None
-
-
-class ItemsRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`POST /v1/conversations/{conversation}/items`."""
-
-    items: Any = None
 
 
 class UnknownItem(NotFound):
@@ -49,7 +32,6 @@ class ConversationHandlers:
 
     async def create(self, request: Request) -> Response:
         body = await self._asking.read_plain(request, ConversationRequest)
-        check_metadata(body.metadata)
         items = [] if body.items in (None, []) else _read_items(body.items)
         scope = self._asking.scope(request)
         record = self._conversations.create(scope, items, body.metadata or {})
@@ -60,7 +42,6 @@ class ConversationHandlers:
 
     async def update(self, request: Request) -> Response:
         body = await self._asking.read_plain(request, ConversationUpdate)
-        check_metadata(body.metadata)
         if body.metadata is None:
             raise BadRequest("metadata is required", param="metadata")
         record = await self._record(request)

@@ -1,56 +1,20 @@
 """The body of `POST /v1/responses`, checked, and as the chat request that it amounts to."""
 
 import json
-from typing import Any, ClassVar, Final
+from typing import Final
 
 from mallee.api.chat.reading import EFFORTS
 from mallee.api.grammars import FREE_TEXT, OutputFormat
 from mallee.api.responses.tools import chat_choice
-from mallee.api.schemas import AnyRequest, ChatRequest, StreamOptions
+from mallee.protocol.api.generate import ChatRequest
+from mallee.protocol.api.responses import ResponseRequest
+from mallee.protocol.api.shared import AnyRequest
 from mallee.protocol.errors import BadRequest, InvalidParameter
-from mallee.protocol.messages import MAX_LOGPROBS, Grammar
+from mallee.protocol.messages import Grammar
 
 LOGPROBS: Final = "message.output_text.logprobs"
 SEALED: Final = "reasoning.encrypted_content"
 SUMMARIES: Final = ("auto", "concise", "detailed")
-MAX_METADATA: Final = (16, 64, 512)  # pairs, characters of a name, of a value
-
-
-class ResponseRequest(AnyRequest, frozen=True, kw_only=True):
-    """From `seed` on, and `top_k` and `min_p`, fields aren't OpenAI's."""
-
-    is_bounded: ClassVar[bool] = True
-
-    history: ClassVar[str] = "input"
-
-    input: Any = None
-    instructions: str | None = None
-    previous_response_id: str | None = None
-    conversation: Any = None
-    store: bool = True
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    background: bool = False
-    tools: Any = None
-    tool_choice: Any = None
-    parallel_tool_calls: bool = True
-    text: Any = None
-    reasoning: Any = None
-    include: tuple[str, ...] = ()
-    max_output_tokens: int | None = None
-    max_tool_calls: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    top_logprobs: int = 0
-    truncation: str = "disabled"
-    metadata: Any = None
-    service_tier: str = "auto"
-    seed: int | None = None
-    ignore_eos: bool = False
-    chat_template_kwargs: Any = None
-    thinking_token_budget: int | None = None
 
 
 def check(body: ResponseRequest) -> None:
@@ -58,18 +22,10 @@ def check(body: ResponseRequest) -> None:
     if body.truncation != "disabled":
         remedy = "not supported; leave it out, or give disabled"
         raise InvalidParameter("truncation", body.truncation, remedy)
-    if body.max_output_tokens is not None and body.max_output_tokens < 1:
-        raise InvalidParameter("max_output_tokens", body.max_output_tokens, "give at least 1")
-    if not 0 <= body.top_logprobs <= MAX_LOGPROBS:
-        raise InvalidParameter("top_logprobs", body.top_logprobs, f"give 0 to {MAX_LOGPROBS}")
-    for i, name in enumerate(body.include):
-        if name not in (LOGPROBS, SEALED):
-            raise InvalidParameter(f"include[{i}]", name, f"give {LOGPROBS} or {SEALED}")
     if body.background and not body.store:
         raise BadRequest("background needs store=true", param="background")
     if body.stream_options is not None and not body.stream:
         raise BadRequest("stream_options needs stream=true", param="stream_options")
-    check_metadata(body.metadata)
 
 
 def conversation_of(body: ResponseRequest) -> str | None:
@@ -86,21 +42,6 @@ def conversation_of(body: ResponseRequest) -> str | None:
             "give conversation or previous_response_id, not both", param="conversation"
         )
     return name
-
-
-def check_metadata(value: Any) -> None:
-    most, name_chars, value_chars = MAX_METADATA
-    fits = value is None or (
-        isinstance(value, dict)
-        and len(value) <= most
-        and all(
-            len(name) <= name_chars and isinstance(text, str) and len(text) <= value_chars
-            for name, text in value.items()
-        )
-    )
-    if not fits:
-        remedy = f"give at most {most} texts of {value_chars} characters by names of {name_chars}"
-        raise InvalidParameter("metadata", value, remedy)
 
 
 def effort_of(body: ResponseRequest) -> str | None:

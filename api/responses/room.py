@@ -19,7 +19,7 @@ from mallee.api.responses.conversations import (
     place,
 )
 from mallee.api.responses.items import page, shown
-from mallee.api.responses.requests import ResponseRequest, conversation_of
+from mallee.api.responses.requests import conversation_of
 from mallee.api.responses.running import Background, Run
 from mallee.api.responses.sharing import ID_PREFIX, SharedResponses, request_of
 from mallee.api.responses.store import Record, ResponseStore
@@ -28,6 +28,7 @@ from mallee.api.responses.turns import PlannedTurn, TurnMaker
 from mallee.api.responses.writing import Writer, opening, sse
 from mallee.api.serve import Server, json_response
 from mallee.api.sse import EventStream, unless_gone
+from mallee.protocol.api.responses import ResponseRequest
 from mallee.protocol.codec import Decoder, encode
 from mallee.protocol.errors import (
     BadRequest,

@@ -17,18 +17,13 @@ from mallee.api.chat.reading import Chat, ChatReader
 from mallee.api.jobs import JobMaker, Plan, Start
 from mallee.api.prompts import PromptReader, RenderedPrompt
 from mallee.api.responses.items import messages_of, read_input, renamed
-from mallee.api.responses.requests import (
-    ResponseRequest,
-    chat_request,
-    check,
-    effort_of,
-    output_of,
-)
+from mallee.api.responses.requests import chat_request, check, effort_of, output_of
 from mallee.api.responses.store import Left, Record, Turn
 from mallee.api.responses.tools import declared, placed
-from mallee.api.schemas import ChatRequest
 from mallee.api.text.conversation import Conversation, Message, read_functions
 from mallee.api.text.specials import Rendering
+from mallee.protocol.api.generate import ChatRequest
+from mallee.protocol.api.responses import ResponseRequest
 from mallee.protocol.errors import InvalidParameter
 from mallee.protocol.hashing import Tokens
 from mallee.protocol.ids import Scope

@@ -15,7 +15,7 @@ from mallee.api.deltas import (
 )
 from mallee.api.errors import AnswerTooLarge
 from mallee.api.responses.items import sealed
-from mallee.api.responses.requests import LOGPROBS, SEALED, ResponseRequest
+from mallee.api.responses.requests import LOGPROBS, SEALED
 from mallee.api.responses.tools import (
     InputText,
     Shown,
@@ -26,6 +26,7 @@ from mallee.api.responses.tools import (
     shown_tools,
 )
 from mallee.api.text.conversation import Message, ToolCall, is_object, sound_arguments
+from mallee.protocol.api.responses import ResponseRequest
 from mallee.protocol.errors import MalleeError
 
 _ENDS: Final = {

@@ -7,7 +7,8 @@ import msgspec
 
 from mallee.api.callbacks.callbacks import AllowedUrls
 from mallee.api.jobs import JobMaker
-from mallee.api.schemas import AnyRequest, ForkRequest
+from mallee.protocol.api.generate import ForkRequest
+from mallee.protocol.api.shared import AnyRequest
 from mallee.protocol.errors import BadRequest, InvalidParameter
 from mallee.search.drawn import Ends
 from mallee.search.policies.named import read_policy

@@ -11,13 +11,13 @@ from mallee.api.branches.accounts import read_budget
 from mallee.api.entry.asking import Asking, read_count
 from mallee.api.entry.middleware import caller_of
 from mallee.api.openapi.operations import MAX_LISTED
-from mallee.api.schemas import CloseSessionRequest, SessionForkRequest, SessionRequest
 from mallee.api.serve import Server, json_response
 from mallee.api.sessions.budgets import SessionBudgets
 from mallee.api.sessions.names import check_session
 from mallee.api.sse import unless_gone
 from mallee.gateway.capsules.capsules import CapsuleInfo
 from mallee.gateway.sessions.sessions import SessionView
+from mallee.protocol.api.sessions import CloseSessionRequest, SessionForkRequest, SessionRequest
 from mallee.protocol.errors import BadRequest, InvalidParameter, NotFound
 from mallee.protocol.gateways.session_notes import NodeNote
 from mallee.protocol.ids import CapsuleId, Scope

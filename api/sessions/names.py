@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 
 from starlette.datastructures import Headers
 
-from mallee.api.schemas import AnyRequest
+from mallee.protocol.api.shared import AnyRequest
 from mallee.protocol.errors import InvalidParameter
 
 MAX_SESSION: Final = 128  # characters

@@ -8,13 +8,9 @@ from urllib.parse import quote
 
 from bench.failover.streams import MODEL
 from bench.soak.raw import HUNG, NO_ANSWER, Answer
-from mallee.api.schemas import (
-    NEUTRAL,
-    CapsuleRequest,
-    ChatRequest,
-    CompletionRequest,
-    ForkRequest,
-)
+from mallee.protocol.api.shared import (OTHERS_NEUTRAL)
+from mallee.protocol.api.capsules import (CapsuleRequest)
+from mallee.protocol.api.generate import (ChatRequest, CompletionRequest, ForkRequest)
 
 POSTS: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     ("/v1/completions", CompletionRequest.__struct_fields__),
@@ -142,7 +138,7 @@ def _sound(fields: tuple[str, ...], path: str) -> dict[str, Any]:
 def _wrong_field(rng: random.Random, num: int = 1) -> Request:
     path, fields = _endpoint(rng)
     body = _sound(fields, path)
-    names = [rng.choice((*fields, *NEUTRAL, "no_such", "")) for _ in range(num)]
+    names = [rng.choice((*fields, *OTHERS_NEUTRAL, "no_such", "")) for _ in range(num)]
     body |= {name: rng.choice(VALUES) for name in names}
     # What is sound after all must not run for long.
     kinds = {"ttl_s": (int, float, type(None)), "max_tokens": (type(None),)}

@@ -15,12 +15,14 @@ from hypothesis import strategies as st
 from mallee.api import schemas
 from mallee.api.entry import bodies
 from mallee.api.entry.bodies import Bodies
+from mallee.api.entry.decoding import parse
 from mallee.api.messages.reading import read_dialogue
-from mallee.api.messages.schemas import MessagesRequest
 from mallee.api.responses.items import read_input
-from mallee.api.responses.requests import ResponseRequest
-from mallee.api.schemas import AnyRequest, ChatRequest, parse
 from mallee.api.text.conversation import Known, read_messages
+from mallee.protocol.api.generate import ChatRequest
+from mallee.protocol.api.messages import MessagesRequest
+from mallee.protocol.api.responses import ResponseRequest
+from mallee.protocol.api.shared import AnyRequest
 from mallee.protocol.errors import BadRequest, MalleeError
 from support.examples import examples
 

@@ -8,9 +8,9 @@ import httpx
 import pytest
 import yaml
 
-from mallee.api.schemas import ChatRequest, CompletionRequest
 from mallee.api.terms import read_retention
 from mallee.gateway.access.keys import NewKey, new_key
+from mallee.protocol.api.generate import ChatRequest, CompletionRequest
 from mallee.protocol.errors import InvalidParameter
 from mallee.protocol.messages import END_OF_TEXT
 from support.mock_scene import make_folder, mock_config

@@ -10,7 +10,7 @@ import pytest
 
 from mallee.api import answers
 from mallee.api.entry import middleware
-from mallee.api.schemas import LEAST_VALUES, MAX_DEPTH
+from mallee.api.entry.decoding import LEAST_VALUES, MAX_DEPTH
 from mallee.api.serve import LOGPROBS_COST, TURN_TOKENS
 from mallee.api.text.chat import ChatTemplate
 from mallee.api.text.conversation import MAX_MESSAGES, Conversation, Message

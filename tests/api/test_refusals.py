@@ -9,16 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
-from mallee.api.schemas import (
-    HARMLESS,
-    NEUTRAL,
-    CapsuleRequest,
-    ChatRequest,
-    CompletionRequest,
-    ForkRequest,
-)
 from mallee.gateway.access.access import Access
 from mallee.gateway.access.keys import new_key
+from mallee.protocol.api.capsules import CapsuleRequest
+from mallee.protocol.api.generate import ChatRequest, CompletionRequest, ForkRequest
+from mallee.protocol.api.shared import OTHERS_HARMLESS, OTHERS_NEUTRAL
 from mallee.runtime.config import HttpSettings
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -98,19 +93,19 @@ def test_a_bad_element_is_refused_with_its_place_named(call: Any, body: Any, par
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("field", sorted(NEUTRAL))
+@pytest.mark.parametrize("field", sorted(OTHERS_NEUTRAL))
 def test_answer_changing_fields_pass_only_at_their_neutral_value(call: Any, field: str) -> None:
     """I17: an unsupported field gives a clear error, never a silently different answer."""
     answer = call("POST", COMPLETIONS, {"prompt": "a", field: ["something", "else"]})
     assert field in check_error(answer, 400, "invalid_request_error", field)
-    for value in (None, *NEUTRAL[field]):
+    for value in (None, *OTHERS_NEUTRAL[field]):
         assert call("POST", COMPLETIONS, {"prompt": "a", field: value}).status == 200
         if type(value) is int:  # 1 is no true
             answer = call("POST", COMPLETIONS, {"prompt": "a", field: True})
             check_error(answer, 400, "invalid_request_error", field)
 
 
-@pytest.mark.parametrize("field", sorted(HARMLESS))
+@pytest.mark.parametrize("field", sorted(OTHERS_HARMLESS))
 def test_harmless_fields_are_accepted(call: Any, field: str) -> None:
     assert call("POST", COMPLETIONS, {"prompt": "a", field: {"any": "thing"}}).status == 200
 

@@ -15,12 +15,12 @@ from mallee.actors import build
 from mallee.api.chat.reading import ChatReader
 from mallee.api.errors import UNSERVED
 from mallee.api.prompts import PromptReader
-from mallee.api.schemas import DetokenizeRequest, TokenizeRequest
 from mallee.api.text.chat import ChatTemplate
 from mallee.api.text.tokenizer import Tokenizer
 from mallee.api.tokenizing import Tokenizing
 from mallee.gateway.access.access import Access
 from mallee.gateway.metrics import GatewayMetrics
+from mallee.protocol.api.generate import DetokenizeRequest, TokenizeRequest
 from mallee.protocol.ids import COMMON
 from mallee.runtime.config import ChatSettings
 from mallee.runtime.tasks import Tasks

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from mallee.api.branches.conditions import BranchConditions, Conditions, read_conditions
 from mallee.api.callbacks.callbacks import AllowedUrls
-from mallee.api.schemas import LogprobFields, StopWhenFields
 from mallee.api.text.chat import ChatTemplate
+from mallee.protocol.api.shared import LogprobFields, StopWhenFields
 from mallee.protocol.errors import InvalidParameter
 from mallee.testing.random_model import random_model
 from support.tiny_fleet import post, tiny_api, two_gateways

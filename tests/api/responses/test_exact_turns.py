@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from mallee.api.chat.reading import ChatReader
 from mallee.api.jobs import JobMaker
 from mallee.api.prompts import PromptReader
-from mallee.api.responses.requests import ResponseRequest
 from mallee.api.responses.store import Left, Record, Turn
 from mallee.api.responses.turns import TurnMaker
 from mallee.api.text.chat import ChatTemplate
 from mallee.api.text.conversation import Conversation, Message, ToolCall
 from mallee.api.text.families import FAMILIES, Family
+from mallee.protocol.api.responses import ResponseRequest
 from mallee.protocol.hashing import as_tokens
 from mallee.protocol.ids import COMMON, CapsuleId
 from mallee.protocol.model import ModelSpec

@@ -10,12 +10,12 @@ import pytest
 from starlette.datastructures import Headers
 from typer.testing import CliRunner
 
-from mallee.api.schemas import AnyRequest, Extras
 from mallee.api.sessions.names import MAX_SESSION, SessionNames, read_session
 from mallee.api.text.chat import ChatTemplate
 from mallee.api.text.families import FAMILIES
 from mallee.cli.main import cli
 from mallee.client import AsyncMallee, Mallee, NotFound, Session, UnknownCapsule
+from mallee.protocol.api.shared import AnyRequest, Extras
 from mallee.protocol.errors import InvalidParameter
 from mallee.testing.random_model import random_model
 from support.live_api import served

@@ -1,57 +1,21 @@
 """Bodies of Anthropic's requests: their fields, and those that change nothing or are refused."""
 
-from typing import Any, ClassVar, Final, Literal, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from mallee.api.messages.tools import custom_tool, read_choice
-from mallee.api.schemas import AnyRequest, ChatRequest
 from mallee.api.terms import read_ttl_s
 from mallee.api.text.conversation import Function, read_functions
+from mallee.protocol.api.generate import ChatRequest
+from mallee.protocol.api.messages import EFFORTS, CountRequest, MessagesRequest
+from mallee.protocol.api.shared import AnyRequest
 from mallee.protocol.errors import BadRequest, InvalidParameter
 
 FIVE_MINUTES_S: Final = 300.0
 LEAST_BUDGET: Final = 1024
-EFFORTS: Final = ("low", "medium", "high", "xhigh", "max")
 # Edits that Anthropic's servers make to a history. One that keeps all of it changes nothing here.
 _KEPT_EDITS: Final = ("clear_thinking_20251015",)
-
-
-class CountRequest(AnyRequest, frozen=True, kw_only=True):
-    """Fields that the prompt depends on, of messages and of their count."""
-
-    history: ClassVar[str] = "messages"
-
-    messages: Any = None
-    system: Any = None
-    tools: Any = None
-    tool_choice: Any = None
-    thinking: Any = None
-    output_config: Any = None
-    output_format: Any = None
-    context_management: Any = None
-    metadata: Any = None
-    mcp_servers: Any = None
-    speed: Literal["standard", "fast"] | None = None
-    betas: Any = None  # also a header; either changes nothing
-
-
-class MessagesRequest(CountRequest, frozen=True, kw_only=True):
-    """Anthropic's `max_tokens` is required. `diagnostics`: the answer says why its prompt was not there."""
-
-    is_bounded: ClassVar[bool] = True
-
-    max_tokens: int | None = None
-    stop_sequences: tuple[str, ...] = ()
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
-    ignore_eos: bool = False
-    stream: bool = False
-    diagnostics: Any = None
-    container: Any = None
-    inference_geo: str | None = None
 
 
 class Thought(NamedTuple):
@@ -102,16 +66,8 @@ def sampling(request: MessagesRequest, functions: tuple[Function, ...]) -> ChatR
     """The fields beside the conversation, by OpenAI's names. Raises BadRequest by Anthropic's."""
     if request.max_tokens is None:
         raise BadRequest("max_tokens is required", param="max_tokens")
-    if request.max_tokens < 1:
-        raise InvalidParameter("max_tokens", request.max_tokens, "give at least 1")
     if request.container is not None:
         raise InvalidParameter("container", request.container, "no code runs here; leave it out")
-    if not 0.0 <= request.temperature <= 1.0:
-        raise InvalidParameter("temperature", request.temperature, "give 0 to 1")
-    if request.top_k < 0:
-        raise InvalidParameter("top_k", request.top_k, "give a positive count, or leave it out")
-    if "" in request.stop_sequences:
-        raise InvalidParameter("stop_sequences", list(request.stop_sequences), "none may be empty")
     choice = read_choice(request.tool_choice, functions)
     shared = {name: getattr(request, name) for name in AnyRequest.__struct_fields__}
     return ChatRequest(

@@ -1,0 +1,233 @@
+"""Request bodies: bytes in, typed structs out, every refused field named with its range.
+
+null means absent. A field is declared, or another API's that changes nothing (ignored), or another API's that
+changes answers (accepted only at its neutral value), or unknown: refused, or ignored and named to the client.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any, Final, Generic, NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+from msgspec import inspect
+from numpy.typing import NDArray
+
+from mallee.api.errors import TooManyValues
+from mallee.protocol.api.shared import OTHERS_HARMLESS, OTHERS_NEUTRAL, AnyBody
+from mallee.protocol.errors import MAX_SHOWN, BadRequest, InvalidParameter
+
+LEAST_VALUES: Final = 1 << 18  # that a body may have, whatever the model
+SMALL_BODY: Final = 64 << 10  # bytes, which are decoded in no time whatever they say
+MAX_DIGITS: Final = 256  # of a number of a larger body: to read one takes the square of its length
+MAX_DEPTH: Final = 128  # of objects and lists in each other; recursive code reads them later
+
+R = TypeVar("R", bound=AnyBody)
+
+_PATH = re.compile(r" - at `\$\.?([^`]*)`$")
+_QUOTED = re.compile(r"(?s)(?<=unknown field )`(.*)`(?= - at|$)")
+_STEP = re.compile(r"(\w+)|\[(\d+)\]|(\[\.\.\.\])")
+_BOUND = re.compile(r"[<>]")
+_UNKNOWN: Final = "this server does not know the field; leave it out"
+
+
+class Read(NamedTuple, Generic[R]):
+    """A body that was read, and its unknown fields."""
+
+    body: R
+    ignored: tuple[str, ...]
+
+
+def parse(raw: bytes, kind: type[R], max_values: int = LEAST_VALUES) -> R:
+    """`raw` as a body of type `kind`, which may have no unknown fields.
+
+    Raises BadRequest, InvalidParameter naming the field, and TooManyValues beyond `max_values`.
+    """
+    return read(decode(raw, max_values), kind).body
+
+
+def decode(raw: bytes, max_values: int) -> dict[str, Any]:
+    """The JSON object in `raw`. Raises BadRequest, and TooManyValues beyond `max_values`."""
+    _check_values(raw, max_values)
+    try:
+        body = msgspec.json.decode(raw)
+    except RecursionError as e:
+        raise _too_deep() from e
+    except ValueError as e:  # not JSON, not UTF-8, a number of thousands of digits
+        raise BadRequest(f"the body is not JSON: {e}") from e
+    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and not _is_flat(body):
+        raise _too_deep()
+    if not isinstance(body, dict):
+        raise BadRequest("the body must be a JSON object")
+    return body
+
+
+def read(body: dict[str, Any], kind: type[R], *, is_strict: bool = True) -> Read[R]:
+    """`body` as one of type `kind`; `is_strict`: unknown fields are refused.
+
+    Raises BadRequest, and InvalidParameter naming the field.
+    """
+    given: dict[str, Any] = {}
+    unknown: dict[str, Any] = {}
+    known = kind.__struct_fields__
+    for name, value in body.items():
+        if value is None:
+            continue
+        if name in known:
+            given[name] = value
+        elif not _changes_nothing(name, value):
+            unknown[name] = value
+    try:
+        made = msgspec.convert(given, kind, strict=True)
+    except (msgspec.ValidationError, OverflowError) as e:
+        raise _bad_field(str(e), given, kind) from e
+    for name, value in given.items():
+        if type(value) is dict and isinstance(part := getattr(made, name), msgspec.Struct):
+            others = value.keys() - part.__struct_fields__
+            unknown |= {f"{name}.{each}": value[each] for each in others}
+    if unknown and is_strict:
+        raise InvalidParameter(*next(iter(unknown.items())), _UNKNOWN)
+    return Read(made, tuple(unknown))
+
+
+def num_values(raw: bytes) -> int:
+    """At least the values and names of the JSON in `raw`."""
+    return _num_values(np.frombuffer(raw, np.uint8))
+
+
+def may_have_long_number(raw: bytes) -> bool:
+    """Whether `decode` may refuse JSON with `raw` in it for a long number, wherever that stands in it."""
+    return _has_long_number(np.frombuffer(raw, np.uint8), MAX_DIGITS // 2)
+
+
+def _check_values(raw: bytes, most: int) -> None:
+    """Refuse what would hold the interpreter's lock for long, also in another thread.
+
+    Raises TooManyValues and BadRequest. numpy counts without the lock.
+    """
+    if len(raw) <= SMALL_BODY:
+        return
+    text = np.frombuffer(raw, np.uint8)
+    if _num_values(text) <= most and not _has_long_number(text):
+        return
+    if b"\\" in raw:  # a quote after one is part of a text
+        text = np.frombuffer(raw.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
+    text = text * ~np.logical_xor.accumulate(text == ord('"'))  # without what stands in texts
+    if (num := _num_values(text)) > most:
+        raise TooManyValues(num, most)
+    if _has_long_number(text):
+        raise BadRequest(f"the body has a number of more than {MAX_DIGITS} digits")
+
+
+def _num_values(text: NDArray[np.uint8]) -> int:
+    """At least the values and names of JSON."""
+    return sum(int(np.count_nonzero(text == mark)) for mark in b",:[{")
+
+
+def _has_long_number(text: NDArray[np.uint8], length: int = MAX_DIGITS) -> bool:
+    """Whether digits fill a block of that length: those of twice of it always do."""
+    is_digit = text - np.uint8(ord("0")) < 10
+    blocks = is_digit[: len(text) // length * length].reshape(-1, length)
+    return bool(blocks.all(axis=1).any())
+
+
+def _is_flat(value: object) -> bool:
+    """Whether `value` has at most MAX_DEPTH levels."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)  # type: ignore[attr-defined]
+            if isinstance(inner, list | dict)
+        ]
+        if not level:
+            return True
+    return False
+
+
+def _too_deep() -> BadRequest:
+    return BadRequest(f"the body is not JSON that is read here: more than {MAX_DEPTH} levels deep")
+
+
+def _changes_nothing(name: str, value: object) -> bool:
+    """Whether the field is another API's, and as if it were left out. Raises InvalidParameter if it isn't."""
+    if name in OTHERS_HARMLESS:
+        return True
+    if name not in OTHERS_NEUTRAL:
+        return False
+    neutral = OTHERS_NEUTRAL[name]
+    if any(type(value) is type(other) and value == other for other in neutral):
+        return True
+    allowed = "".join(f", or give {other!r}" for other in neutral)
+    raise InvalidParameter(name, value, f"not supported; leave it out{allowed}")
+
+
+def _bad_field(message: str, given: dict[str, Any], kind: type[msgspec.Struct]) -> BadRequest:
+    """The refusal of what msgspec refuses, with the place, the value and the range of its type."""
+    message = _QUOTED.sub(lambda name: f"`{name[1][:MAX_SHOWN]}`", message)
+    found = _PATH.search(message)
+    if not found or not found[1]:
+        return BadRequest(message)
+    value: Any = given
+    types: list[inspect.Type] = [inspect.type_info(kind)]
+    where = ""
+    for key, index, every in _STEP.findall(found[1]):
+        if every and isinstance(value, dict):  # `msgspec` does not say which
+            break
+        value = value[key] if key else value[int(index)]
+        where += f"{'.' if where else ''}{key}" if key else f"[{index}]"
+        types = [inner for each in types for inner in _below(each, key)]
+    bounds = [bound for each in types if (bound := _bounds(each))]
+    is_outside = _BOUND.search(message[: found.start()]) is not None
+    remedy = f"give {', or '.join(bounds)}" if bounds and is_outside else message[: found.start()]
+    return InvalidParameter(where, value, remedy)
+
+
+def _below(kind: inspect.Type, field: str) -> Iterator[inspect.Type]:
+    """The types that `field`, or an element, of a value may have."""
+    for each in _choices(kind):
+        if isinstance(each, inspect.StructType):
+            yield from (f.type for f in each.fields if f.encode_name == field)
+        elif isinstance(each, inspect.DictType):
+            yield each.value_type
+        elif isinstance(each, inspect.CollectionType | inspect.VarTupleType):
+            yield each.item_type
+
+
+def _choices(kind: inspect.Type) -> Iterator[inspect.Type]:
+    if isinstance(kind, inspect.Metadata):
+        yield from _choices(kind.type)
+    elif isinstance(kind, inspect.UnionType):
+        for each in kind.types:
+            yield from _choices(each)
+    else:
+        yield kind
+
+
+def _bounds(kind: inspect.Type) -> str:
+    """The range of a type in words."""
+    found = []
+    for each in _choices(kind):
+        if isinstance(each, inspect.IntType | inspect.FloatType):
+            low, high, above = each.ge, each.le, each.gt
+            if above is not None:
+                found.append(f"more than {above:g}" + (f", up to {high:g}" if high else ""))
+            elif low is not None and high is not None:
+                found.append(f"{_number(low)} to {_number(high)}")
+            elif low is not None or high is not None:
+                found.append(
+                    f"at least {_number(low)}" if high is None else f"at most {_number(high)}"
+                )
+        elif isinstance(each, inspect.StrType | inspect.CollectionType | inspect.DictType):
+            most, least = each.max_length, each.min_length
+            things = "characters" if isinstance(each, inspect.StrType) else "values"
+            if most is not None:
+                found.append(f"{least or 0} to {most} {things}")
+            elif least:
+                found.append(f"at least {least} {things}")
+    return ", or ".join(found)
+
+
+def _number(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"

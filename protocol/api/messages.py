@@ -1,0 +1,112 @@
+"""Bodies of Anthropic's Messages API."""
+
+from typing import Annotated, Any, ClassVar, Final, Literal
+
+from msgspec import Meta
+
+from mallee.protocol.api.generate import MAX_STOPS, StopText, TopP
+from mallee.protocol.api.shared import (
+    MESSAGES,
+    OBJECT,
+    OBJECTS,
+    OMITTED,
+    STRING,
+    AnyRequest,
+    Body,
+    ChoiceExtras,
+    Seed,
+    Stream,
+    Tokens,
+    shape,
+)
+
+EFFORTS: Final = ("low", "medium", "high", "xhigh", "max")
+
+
+class CountRequest(AnyRequest, frozen=True, kw_only=True):
+    """Fields that the prompt depends on, of messages and of their count."""
+
+    is_others: ClassVar[bool] = True
+    history: ClassVar[str] = "messages"
+
+    messages: Annotated[Any, shape("Anthropic's.", **MESSAGES)] = None
+    system: Annotated[Any, shape("Text, or text blocks.", anyOf=[STRING, OBJECTS])] = None
+    tools: Annotated[Any, shape("Anthropic's, of the client.", **OBJECTS)] = None
+    tool_choice: Annotated[Any, shape("Anthropic's.", **OBJECT)] = None
+    thinking: Annotated[Any, shape("Anthropic's: enabled, adaptive or disabled.", **OBJECT)] = None
+    output_config: Annotated[Any, shape("Anthropic's `effort` and `format`.", **OBJECT)] = None
+    output_format: Annotated[Any, shape("As `output_config.format`.", **OBJECT)] = None
+    context_management: Annotated[Any, shape("Edits that keep all are accepted.", **OBJECT)] = None
+    metadata: Annotated[Any, shape("`user_id`: a tenant.", **OBJECT)] = None
+    mcp_servers: Annotated[Any, shape("Not supported.", maxItems=0, **OBJECTS)] = None
+    speed: Literal["standard", "fast"] | None = None
+    betas: Annotated[Any, shape("Change nothing.", type="array", items=STRING)] = None
+
+
+class MessagesRequest(CountRequest, frozen=True, kw_only=True):
+    """Anthropic's. `max_tokens` is required."""
+
+    is_bounded: ClassVar[bool] = True
+
+    max_tokens: Annotated[
+        Tokens | None, Meta(description="At most so many tokens of an answer.")
+    ] = None
+    stop_sequences: Annotated[
+        tuple[StopText, ...],
+        Meta(max_length=MAX_STOPS, description=f"Up to {MAX_STOPS} texts that end an answer."),
+    ] = ()
+    temperature: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    top_p: TopP = 1.0
+    top_k: Annotated[int, Meta(ge=0, description="0: off.")] = 0
+    seed: Seed | None = None
+    ignore_eos: bool = False
+    stream: Stream = False
+    diagnostics: Annotated[Any, shape("Ask for the reason of a miss.", **OBJECT)] = None
+    container: Annotated[Any, shape("Not supported.", enum=[None])] = None
+    inference_geo: str | None = None
+
+
+# Answers
+
+
+class AnthropicErrorFields(Body, frozen=True, kw_only=True):
+    type: str
+    message: str
+    param: str | None
+    code: str
+
+
+class AnthropicError(Body, frozen=True, kw_only=True):
+    """Every refusal and failure on Anthropic's paths."""
+
+    type: Literal["error"] = "error"
+    error: AnthropicErrorFields
+    request_id: str
+
+
+class AnthropicUsage(Body, frozen=True, kw_only=True):
+    """A prompt has the sum of its three counts of input tokens."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    cache_creation: dict[str, int]
+    output_tokens: int
+    service_tier: Literal["standard"] = "standard"
+
+
+class AnthropicMessage(Body, frozen=True, kw_only=True):
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: str
+    stop_sequence: str | None
+    usage: AnthropicUsage
+    mallee: ChoiceExtras
+    diagnostics: dict[str, Any] | None = OMITTED
+
+
+class TokenCount(Body, frozen=True, kw_only=True):
+    input_tokens: int
