@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeAlias, get_args
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -223,7 +224,7 @@ def print_error(text: str) -> None:
 
 def print_json(body: object) -> None:
     """One object in a line of stdout, which is the last that a command with --json prints."""
-    sys.stdout.write(json.dumps(body, allow_nan=False) + "\n")
+    sys.stdout.write(json.dumps(msgspec.to_builtins(body), allow_nan=False) + "\n")
 
 
 def fail(message: str) -> NoReturn:

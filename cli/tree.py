@@ -17,7 +17,7 @@ from rich.tree import Tree
 
 from mallee.cli.options import JsonOption, ModelOption, print_json, require_serve_extra
 from mallee.cli.remote import remote_sessions
-from mallee.cli.remote.service import DEFAULT_URL, SaltOption, UrlOption
+from mallee.cli.remote.service import DEFAULT_URL, LimitOption, SaltOption, UrlOption
 from mallee.cli.remote.watching import IntervalOption
 from mallee.protocol.errors import ConfigError, InvalidParameter, from_wire
 
@@ -58,7 +58,7 @@ def tree(
     ] = False,
     url: UrlOption = DEFAULT_URL,
     interval_s: IntervalOption = 1.0,
-    limit: remote_sessions.LimitOption = 100,
+    limit: LimitOption = 100,
     cache_salt: SaltOption = None,
     as_json: JsonOption = False,
 ) -> None:

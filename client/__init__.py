@@ -16,17 +16,14 @@ from typing import TYPE_CHECKING, Any
 from mallee.client.aio import AsyncBranch, AsyncBranches, AsyncCapsule, AsyncMallee, AsyncSession
 from mallee.client.calls import Budget, StopWhen
 from mallee.client.errors import ApiError, ConnectionFailed, NoCapsule, StreamBroken
-from mallee.client.operators import Explained, Worker
-from mallee.client.results import BranchEvent, CapsuleCount, CapsuleData, ToolCall, Usage
-from mallee.client.sessions import (
-    BoundSession,
-    ClosedSession,
-    SessionBudget,
-    SessionData,
-    SessionNode,
-    SessionTree,
-)
+from mallee.client.results import BranchEvent, ToolCall, Usage
+from mallee.client.sessions import SessionTree
 from mallee.client.sync import Branch, Branches, Capsule, Mallee, Session
+from mallee.protocol.api.capsules import CapsuleCount, RequestLife
+from mallee.protocol.api.capsules import NewCapsule as CapsuleData
+from mallee.protocol.api.operator import Decisions, Worker
+from mallee.protocol.api.sessions import BoundSession, SessionBudget, SessionClosed, SessionNode
+from mallee.protocol.api.sessions import Session as SessionData
 from mallee.protocol.errors import (
     BadRequest,
     BudgetSpent,
@@ -103,14 +100,13 @@ __all__ = [
     "CapsuleLost",
     "CapsuleStale",
     "CapsulesFull",
-    "ClosedSession",
     "ConnectionFailed",
     "ContextLengthExceeded",
     "CorruptExport",
     "DeadlineExceeded",
+    "Decisions",
     "DepthFirst",
     "DiverseTrees",
-    "Explained",
     "Forbidden",
     "GrammarFailed",
     "Graph",
@@ -136,11 +132,13 @@ __all__ = [
     "QueueFull",
     "QuotaExceeded",
     "QuotaTooSmall",
+    "RequestLife",
     "SearchBudget",
     "SearchResult",
     "SelfConsistency",
     "Session",
     "SessionBudget",
+    "SessionClosed",
     "SessionData",
     "SessionNode",
     "SessionTree",

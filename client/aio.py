@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Self, Unpack, overload
 
+import msgspec
+
 from mallee.client import calls
 from mallee.client.base import (
     CUT_WAIT_S,
@@ -69,12 +71,9 @@ from mallee.client.files import (
     written,
 )
 from mallee.client.html import tree_html
-from mallee.client.operators import Explained, Worker, WorkerList
 from mallee.client.results import (
     BranchEvent,
     BranchState,
-    CapsuleCount,
-    CapsuleData,
     StreamReader,
     Usage,
     read_answer,
@@ -83,10 +82,6 @@ from mallee.client.results import (
 )
 from mallee.client.searches.where import Where, at_gateway
 from mallee.client.sessions import (
-    BoundSession,
-    ClosedSession,
-    SessionData,
-    SessionFork,
     SessionTree,
     bound_session,
     close_session,
@@ -96,6 +91,11 @@ from mallee.client.sessions import (
     show_session,
 )
 from mallee.client.sse import SseParser
+from mallee.protocol.api.capsules import CapsuleCount, RequestLife
+from mallee.protocol.api.capsules import NewCapsule as CapsuleData
+from mallee.protocol.api.operator import Decisions, Worker, WorkerList
+from mallee.protocol.api.sessions import BoundSession, SessionClosed, SessionFork
+from mallee.protocol.api.sessions import Session as SessionData
 from mallee.protocol.errors import InvalidParameter, MalleeError, NotFound, UnknownCapsule
 
 if TYPE_CHECKING:  # httpx costs 100 ms to import: loaded by the first client, not by the import
@@ -459,10 +459,9 @@ class AsyncMallee(AsyncAsking):
         """A session by name, or one with a name that no other has. Nothing is sent yet."""
         return AsyncSession(self, made_up() if name is None else name, cache_salt)
 
-    async def request(self, request: str, *, cache_salt: str | None = None) -> dict[str, Any]:
+    async def request(self, request: str, *, cache_salt: str | None = None) -> RequestLife:
         """The course of a request, while it runs and afterwards: docs/api/requests.md. Raises NotFound."""
-        found: dict[str, Any] = await self._send(calls.show_request(request, cache_salt))
-        return found
+        return read_as(await self._send(calls.show_request(request, cache_salt)), RequestLife)
 
     def import_capsule(
         self,
@@ -491,6 +490,10 @@ class AsyncMallee(AsyncAsking):
         data = read_as(body, CapsuleData)
         return AsyncCapsule(self, data, is_open=False, cache_salt=call.cache_salt)
 
+    async def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """The decoded answer to a call that has no method here, as `post("/tokenize", {"prompt": text})`."""
+        return await self._send(Call("POST", path, {**body}))
+
     # Of operators' keys alone: others are Forbidden.
 
     async def workers(self) -> list[Worker]:
@@ -503,12 +506,12 @@ class AsyncMallee(AsyncAsking):
 
     async def explain(
         self, request: str | None = None, *, limit: int | None = None, candidates: int = 16
-    ) -> Explained:
+    ) -> Decisions:
         """The last decisions of the router, youngest first, or those of a request, and its course.
 
         Each has so many `candidates`, the cheapest workers. Raises NotFound.
         """
-        return read_as(await self._send(calls.explain(request, limit, candidates)), Explained)
+        return read_as(await self._send(calls.explain(request, limit, candidates)), Decisions)
 
     async def metrics(self) -> str:
         """The gateway's metrics, as Prometheus reads them."""
@@ -607,10 +610,10 @@ class AsyncSession(AsyncAsking):
         made = read_as(await self._send(call, max_retries=0), SessionFork)
         return AsyncSession(self._client, made.id, self.cache_salt, made.capsule)
 
-    async def close(self) -> ClosedSession:
+    async def close(self) -> SessionClosed:
         """Release its capsules, end its requests and forget it. Raises NotFound."""
         call = close_session(self.id, self.cache_salt)
-        return read_as(await self._send(call, max_retries=0), ClosedSession)
+        return read_as(await self._send(call, max_retries=0), SessionClosed)
 
     async def __aenter__(self) -> Self:
         return self
@@ -669,8 +672,8 @@ class AsyncCapsule:
             await sleep(wait_s)
             call = calls.get_capsule(self.id, self._cache_salt)
             data = read_as(await self._client._send(call), CapsuleData)
-            if data.error is not None:
-                raise from_body({"error": data.error}, 200)
+            if data.error:
+                raise from_body({"error": msgspec.to_builtins(data.error)}, 200)
             self.worker, self.data = data.worker, data
             if data.status != "computing":
                 break

@@ -143,41 +143,6 @@ class BranchState:
         return f"{type(self).__name__}({self.index}, {shown!r}{known})"
 
 
-class CapsuleData(msgspec.Struct, frozen=True, kw_only=True):
-    """The server's description of a capsule. Fields that only its creation or its worker tells may be None.
-
-    `worker` is None where the server doesn't name workers to this client. `status`: computing, ready, or
-    failed by `error`; `computed_tokens` of one that is computing.
-    """
-
-    id: str
-    worker: str | None = None
-    tokens: int
-    model: str
-    created: int
-    prefill_tokens: int | None = None
-    cached_tokens: int | None = None
-    pinned: bool | None = None
-    ttl_s: float | None = None
-    tier: str | None = None
-    nbytes: int | None = None
-    shared_nbytes: int | None = None
-    drawn: int | None = None
-    aligned_tokens: int | None = None  # where prompts that begin with its text go on
-    status: str = "ready"
-    computed_tokens: int | None = None
-    error: Mapping[str, Any] | None = None
-    imported: Mapping[str, int] | None = None  # bytes, and tokens that were fetched or computed
-
-
-class CapsuleCount(msgspec.Struct, frozen=True, kw_only=True):
-    """Capsules that a filter means. `unknown`: those whose worker didn't say whether they are meant."""
-
-    count: int
-    tokens: int
-    unknown: int = 0
-
-
 class StreamReader:
     """Reads the data of server-sent events; knows when the stream has really ended."""
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Self, Unpack, overload
 
+import msgspec
+
 from mallee.client import calls
 from mallee.client.base import (
     CUT_WAIT_S,
@@ -58,12 +60,9 @@ from mallee.client.files import (
     written,
 )
 from mallee.client.html import tree_html
-from mallee.client.operators import Explained, Worker, WorkerList
 from mallee.client.results import (
     BranchEvent,
     BranchState,
-    CapsuleCount,
-    CapsuleData,
     StreamReader,
     Usage,
     read_answer,
@@ -72,10 +71,6 @@ from mallee.client.results import (
 )
 from mallee.client.searches.where import Where, at_gateway
 from mallee.client.sessions import (
-    BoundSession,
-    ClosedSession,
-    SessionData,
-    SessionFork,
     SessionTree,
     bound_session,
     close_session,
@@ -85,6 +80,11 @@ from mallee.client.sessions import (
     show_session,
 )
 from mallee.client.sse import SseParser
+from mallee.protocol.api.capsules import CapsuleCount, RequestLife
+from mallee.protocol.api.capsules import NewCapsule as CapsuleData
+from mallee.protocol.api.operator import Decisions, Worker, WorkerList
+from mallee.protocol.api.sessions import BoundSession, SessionClosed, SessionFork
+from mallee.protocol.api.sessions import Session as SessionData
 from mallee.protocol.errors import InvalidParameter, MalleeError, NotFound, UnknownCapsule
 
 if TYPE_CHECKING:
@@ -443,10 +443,9 @@ class Mallee(Asking):
         """A session by name, or one with a name that no other has. Nothing is sent yet."""
         return Session(self, made_up() if name is None else name, cache_salt)
 
-    def request(self, request: str, *, cache_salt: str | None = None) -> dict[str, Any]:
+    def request(self, request: str, *, cache_salt: str | None = None) -> RequestLife:
         """The course of a request, while it runs and afterwards: docs/api/requests.md. Raises NotFound."""
-        found: dict[str, Any] = self._send(calls.show_request(request, cache_salt))
-        return found
+        return read_as(self._send(calls.show_request(request, cache_salt)), RequestLife)
 
     def import_capsule(
         self,
@@ -473,6 +472,10 @@ class Mallee(Asking):
         data = read_as(body, CapsuleData)
         return Capsule(self, data, is_open=False, cache_salt=call.cache_salt)
 
+    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """The decoded answer to a call that has no method here, as `post("/tokenize", {"prompt": text})`."""
+        return self._send(Call("POST", path, {**body}))
+
     def workers(self) -> list[Worker]:
         """The workers, as the gateway that answers sees them."""
         return read_as(self._send(calls.WORKERS), WorkerList).data
@@ -483,12 +486,12 @@ class Mallee(Asking):
 
     def explain(
         self, request: str | None = None, *, limit: int | None = None, candidates: int = 16
-    ) -> Explained:
+    ) -> Decisions:
         """The last decisions of the router, youngest first, or those of a request, and its course.
 
         Each has so many `candidates`, the cheapest workers. Raises NotFound.
         """
-        return read_as(self._send(calls.explain(request, limit, candidates)), Explained)
+        return read_as(self._send(calls.explain(request, limit, candidates)), Decisions)
 
     def metrics(self) -> str:
         """The gateway's metrics, as Prometheus reads them."""
@@ -583,10 +586,10 @@ class Session(Asking):
         made = read_as(self._send(call, max_retries=0), SessionFork)
         return Session(self._client, made.id, self.cache_salt, made.capsule)
 
-    def close(self) -> ClosedSession:
+    def close(self) -> SessionClosed:
         """Release its capsules, end its requests and forget it. Raises NotFound."""
         call = close_session(self.id, self.cache_salt)
-        return read_as(self._send(call, max_retries=0), ClosedSession)
+        return read_as(self._send(call, max_retries=0), SessionClosed)
 
     def __enter__(self) -> Self:
         return self
@@ -636,8 +639,8 @@ class Capsule:
             sleep(wait_s)
             call = calls.get_capsule(self.id, self._cache_salt)
             data = read_as(self._client._send(call), CapsuleData)
-            if data.error is not None:
-                raise from_body({"error": data.error}, 200)
+            if data.error:
+                raise from_body({"error": msgspec.to_builtins(data.error)}, 200)
             self.worker, self.data = (data.worker, data)
             if data.status != "computing":
                 break

@@ -30,11 +30,11 @@ from mallee.api.chat.reading import ChatReader
 from mallee.api.entry.bodies import Bodies
 from mallee.api.jobs import JobMaker, Plan
 from mallee.api.messages.handlers import MessagesHandlers
-from mallee.protocol.api.messages import (MessagesRequest)
+from mallee.protocol.api.messages import MessagesRequest
 from mallee.api.prompts import PromptReader
-from mallee.protocol.api.responses import (ResponseRequest)
+from mallee.protocol.api.responses import ResponseRequest
 from mallee.api.responses.turns import TurnMaker
-from mallee.protocol.api.generate import (ChatRequest)
+from mallee.protocol.api.generate import ChatRequest
 from mallee.api.text.chat import ChatTemplate
 from mallee.api.text.tokenizer import Tokenizer
 from mallee.protocol.ids import COMMON, RequestId

@@ -64,9 +64,7 @@ async def test_an_answer_goes_on_at_another_server(way: dict[str, Any], tmp_path
         second = tmp_path / "second.capsule"
         await made.export(second)
         assert second.read_bytes() == path.read_bytes()
-        (cold,) = await other.complete(
-            PROMPT, max_tokens=1
-        )  # nobody's prompt finds what was imported
+        cold = await other.complete(PROMPT, max_tokens=1)  # nobody's prompt finds what was imported
         assert cold.cached_tokens == 0
         path.unlink()
         second.unlink()
@@ -241,7 +239,7 @@ async def test_the_plain_sdk_exports_and_imports(kind: str, tmp_path: Path) -> N
             with pytest.raises(UnknownCapsule):
                 client.capsule(theirs.id, cache_salt="mine")
             client.capsule(theirs.id, cache_salt="other")
-            (cold,) = client.complete(PROMPT, max_tokens=1, cache_salt="other")
+            cold = client.complete(PROMPT, max_tokens=1, cache_salt="other")
             assert cold.cached_tokens == 0
             path.write_bytes(b"nonsense")
             with pytest.raises(CorruptExport):

@@ -94,9 +94,9 @@ class Blocking(ast.NodeTransformer):
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST | None:
         node.module = renamed(node.module or "")
         names = dict.fromkeys(
-            renamed(each.name) for each in node.names if each.name not in OF_TASKS
+            (renamed(each.name), each.asname) for each in node.names if each.name not in OF_TASKS
         )
-        node.names = [ast.alias(name) for name in names]
+        node.names = [ast.alias(*name) for name in names]
         if node.module == "anyio":
             node.module = "time"  # of `sleep`
         return node if names else None

@@ -262,7 +262,7 @@ async def test_a_run_goes_on_when_its_gateway_dies() -> None:
 
     async with dying_gateway() as (entry, kill):
         graph, outputs = long_graph(look_up)
-        async with AsyncMallee(transport=entry) as client:
+        async with AsyncMallee(http_client=httpx.AsyncClient(transport=entry)) as client:
             events = []
             async with client.run(graph, outputs=outputs) as run:
                 async for event in run:
@@ -296,7 +296,7 @@ async def test_a_blocking_run_goes_on_when_its_gateway_dies() -> None:
 
         def work() -> None:
             graph, outputs = long_graph(look_up)
-            with Mallee(transport=entry) as client:
+            with Mallee(http_client=httpx.Client(transport=entry)) as client:
                 kinds = []
                 with client.run(graph, outputs=outputs) as run:
                     for event in run:
@@ -314,7 +314,9 @@ async def test_a_blocking_run_goes_on_when_its_gateway_dies() -> None:
 async def test_a_run_that_may_not_be_sent_again_ends_with_its_gateway() -> None:
     async with dying_gateway() as (entry, kill):
         graph, outputs = long_graph()
-        async with AsyncMallee(transport=entry, max_retries=0) as client:
+        async with AsyncMallee(
+            http_client=httpx.AsyncClient(transport=entry), max_retries=0
+        ) as client:
             run = client.run(graph, outputs=outputs)
             async for event in run:
                 if event.type == "node.ended":
