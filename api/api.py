@@ -10,7 +10,7 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Match, Route, Router, WebSocketRoute
+from starlette.routing import BaseRoute, Match, Route, Router
 from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as AsgiScope
 
@@ -21,6 +21,7 @@ from mallee.api.answers import (
 )
 from mallee.api.branches.budgets import Budgets
 from mallee.api.branches.handlers import BranchHandlers
+from mallee.api.branches.records import RecordHandlers
 from mallee.api.callbacks.callbacks import Callbacks, CountCallback, ignore
 from mallee.api.capsules.handlers import CapsuleHandlers
 from mallee.api.chat.reading import ChatReader
@@ -34,8 +35,6 @@ from mallee.api.entry.middleware import (
 from mallee.api.errors import RETRY_AFTER_S
 from mallee.api.graphs.handlers import GraphHandlers
 from mallee.api.jobs import JobMaker
-from mallee.api.live.handlers import LiveHandlers
-from mallee.api.live.socket import LiveSocket
 from mallee.api.messages.errors import AnthropicErrors
 from mallee.api.messages.handlers import MessagesHandlers
 from mallee.api.openapi.document import document
@@ -103,7 +102,7 @@ class Api:
         self.branches = branches
         self.graphs = graphs
         self.capsules = CapsuleHandlers(server, maker, asking)
-        self.live_requests = LiveHandlers(server, asking)
+        self.records = RecordHandlers(server, asking)
         self.searches = SearchHandlers(
             server, maker, asking, installed_policies(), draw_seed=draw_seed
         )
@@ -281,8 +280,7 @@ def build_api(
     graphs = GraphHandlers(server, maker, reader, asking, settings=limits)
     rooms = (stored, messages, BranchHandlers(gateway, maker, reader, asking), graphs)
     api = Api(server, maker, asking, tokenizing, *rooms, created=created, draw_seed=draw_seed)
-    socket = WebSocketRoute("/v1/live", LiveSocket(limits.max_body_bytes))
-    app = App([*_routes(api), socket])
+    app = App(_routes(api))
     app.add_middleware(
         IdempotencyMiddleware,
         ttl_s=limits.replay_ttl_s,

@@ -28,6 +28,7 @@ _TYPES = {
 }
 
 
+_SESSIONS: Final = "/v1/sessions/"
 # Beginnings of paths that clients of other servers know, and their names in a refusal.
 UNSERVED: Final = {
     "/v1/embeddings": "embeddings",
@@ -260,7 +261,8 @@ def answer_to(error: MalleeError | HTTPException | ClientGone, scope: Scope) -> 
     if error.status_code == 404:
         if (what := _unserved(path)) is not None:
             return error_response(NotServed(where, what))
-        return error_response(NotFound(f"{where}: there is no such path"))
+        remedy = "; the name of a session has no slash" if path.startswith(_SESSIONS) else ""
+        return error_response(NotFound(f"{where}: there is no such path{remedy}"))
     return error_response(BadRequest(f"{where}: {error.detail}"))
 
 

@@ -186,10 +186,5 @@ class MockStack:
             secret=Secret(self._secret),
         )
         await self._gateway.start()
-        self._server = Server(
-            self._gateway.api,
-            takes_sockets=True,
-            ws_max_size=self.config.http.max_body_bytes,
-            log_level="error",
-        )
+        self._server = Server(self._gateway.api, log_level="error")
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))

@@ -5,13 +5,11 @@ from collections import deque
 from typing import Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
-from starlette.websockets import WebSocket
 
 from mallee.api.errors import error_response
 from mallee.protocol.errors import Unavailable
 
 _ALWAYS_OPEN = frozenset(("/health", "/health/live", "/metrics"))
-CLOSING: Final = "mallee.closing"  # in the scope: an event, set once the gate is closed
 PER_TURN: Final = 16  # requests that begin in one turn of the loop: some 5 ms
 
 
@@ -55,16 +53,12 @@ async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
     """Answer that this gateway is stopping."""
     answer = error_response(Unavailable("this gateway is stopping; send again"))
     answer.headers["connection"] = "close"  # the next goes to another gateway
-    if scope["type"] == "websocket":
-        await WebSocket(scope, receive, send).send_denial_response(answer)
-    else:
-        await answer(scope, receive, send)
+    await answer(scope, receive, send)
 
 
 class Gate:
     """ASGI middleware. Once closed, `refusal` answers requests, readiness too; those inside go on.
 
-    Sockets are inside while they are open; the event in their scope tells them to end.
     Belongs to one event loop.
     """
 
@@ -72,18 +66,17 @@ class Gate:
         self._app = app
         self._refusal = refusal
         self._num_inside = 0
-        self._closing = asyncio.Event()
+        self._is_closed = False
         self._is_empty = asyncio.Event()
         self._is_empty.set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] not in ("http", "websocket") or scope["path"] in _ALWAYS_OPEN:
+        if scope["type"] != "http" or scope["path"] in _ALWAYS_OPEN:
             await self._app(scope, receive, send)
             return
-        if self._closing.is_set():
+        if self._is_closed:
             await self._refusal(scope, receive, send)
             return
-        scope[CLOSING] = self._closing
         self._num_inside += 1
         self._is_empty.clear()
         try:
@@ -95,7 +88,7 @@ class Gate:
 
     async def drain(self, timeout_s: float) -> int:
         """Close, and wait until all requests are answered; the number of those that are not in time."""
-        self._closing.set()
+        self._is_closed = True
         try:
             async with asyncio.timeout(timeout_s):
                 await self._is_empty.wait()

@@ -9,7 +9,6 @@ from typing import Final, TypeAlias
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from starlette.websockets import WebSocket
 
 from mallee.api.entry.gate import Turns
 from mallee.api.errors import (
@@ -39,8 +38,7 @@ CountAnswer: TypeAlias = Callable[[str, int], None]
 # files, alike everywhere.
 _OPEN = frozenset(("/health", "/health/live", "/health/ready", "/openapi.json", "/docs", "/ui"))
 _OPEN_FILES = "/ui/"
-OUTER: Final = frozenset(("/v1/batch", "/v1/search"))  # the requests in them count, each by itself
-INNER: Final = "mallee.inner"  # in the scope of a request that came inside of another
+OUTER: Final = frozenset(("/v1/search",))  # the requests in it count, each by itself
 _CALLER = "mallee.caller"  # in the scope of a request
 _BEGUN = "mallee.begun"  # in loop seconds
 _IGNORED = "mallee.ignored"
@@ -88,10 +86,7 @@ class AuthMiddleware:
         self._count_answer = count_answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "websocket":
-            await self._socket(scope, receive, send)
-            return
-        if scope["type"] != "http":  # the server's start and end
+        if scope["type"] != "http":  # the server's start and end, and sockets, which no route takes
             await self._app(scope, receive, send)
             return
         has_begun = False
@@ -111,7 +106,7 @@ class AuthMiddleware:
             try:
                 caller = scope[_CALLER] = self._find_caller(scope)
                 is_work = scope["method"] == "POST" and scope["path"] not in OUTER
-                if is_work or INNER in scope:  # a frame costs its sender too little to be free
+                if is_work:
                     await self._turns.wait()
                 with caller.visit if is_work else UNLIMITED:
                     await self._app(scope, receive, counted_send)
@@ -125,15 +120,6 @@ class AuthMiddleware:
             if has_begun:
                 raise  # the server cuts the connection
             await error_response(unexpected_error(request_id))(scope, receive, counted_send)
-
-    async def _socket(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a WebSocket in that has a key; the requests that come by it are looked at each."""
-        try:
-            self._find_caller(scope)
-        except MalleeError as error:
-            await WebSocket(scope, receive, send).send_denial_response(error_response(error))
-            return
-        await self._app(scope, receive, send)
 
     def _find_caller(self, scope: Scope) -> Caller:
         """Raises Unauthorized, Forbidden."""

@@ -1,6 +1,6 @@
 """Bodies of answers as types: for the document alone, the code that answers writes them itself."""
 
-from typing import Any, Literal
+from typing import Literal
 
 from mallee.protocol.api.shared import OMITTED, Body, Failure, UsageBody
 from mallee.search.results import NodeResult
@@ -96,18 +96,3 @@ class GraphResult(Body, frozen=True, kw_only=True):
     id: str
     object: Literal["graph.result"]
     node: str
-
-
-class BatchResult(Body, frozen=True, kw_only=True):
-    """`body`: the answer to the operation, or its error."""
-
-    status: int
-    body: Any
-
-
-class Batch(Body, frozen=True, kw_only=True):
-    """The results, in the order of the operations."""
-
-    object: Literal["batch"]
-    failed: int
-    data: list[BatchResult]

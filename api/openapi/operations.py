@@ -6,7 +6,6 @@ from typing import Any, Final, NamedTuple
 
 from mallee.api.capsules.bulk import MAX_AGE_S, TIERS
 from mallee.api.graphs.requests import GraphRequest, ResultRequest
-from mallee.api.live.batch import BatchRequest
 from mallee.api.messages.errors import OVERLOADED
 from mallee.api.openapi import bodies
 from mallee.api.search.requests import SearchRequest
@@ -81,7 +80,7 @@ _MADE: Final = (
     410,
 )  # what works on a capsule may not find it, or find it stale or computing
 _CAPSULE: Final = "/v1/capsules/{capsule}"
-_SESSION: Final = "/v1/sessions/{session:path}"
+_SESSION: Final = "/v1/sessions/{session}"
 _RESPONSE: Final = "/v1/responses/{response}"
 _CONVERSATION: Final = "/v1/conversations/{conversation}"
 _ITEMS: Final = {
@@ -97,7 +96,7 @@ _NODES: Final = [
     {"kind": "branch", "name": "two", "of": "doc", "text": " a bird", "max_tokens": 8},
     {"kind": "join", "name": "both", "inputs": ["one", "two"]},
 ]
-_RECORD: Final = "/v1/sessions/{session:path}/record"
+_RECORD: Final = f"{_SESSION}/record"
 
 
 OPERATIONS: Final = (
@@ -496,18 +495,9 @@ OPERATIONS: Final = (
         refusals=_MADE,
     ),
     Operation(
-        method="POST",
-        path="/v1/batch",
-        handler="live_requests.batch",
-        summary="Many operations, each with its own result",
-        answer=bodies.Batch,
-        body=BatchRequest,
-        example={"operations": [{"method": "GET", "path": "/v1/capsules/count"}]},
-    ),
-    Operation(
         "GET",
         "/v1/requests/{request}",
-        "live_requests.get",
+        "records.get",
         "The course of a request",
         capsules.RequestLife,
         refusals=(404,),
@@ -627,7 +617,7 @@ OPERATIONS: Final = (
         answer=sessions.BoundSession,
         body=sessions.SessionRequest,
         example={"budget": {"tokens": 2000, "branches": 50}},
-        refusals=(404, 409),  # 404: a line break in its name
+        refusals=(404, 409),  # 404: a slash in its name
     ),
     Operation(
         "DELETE",

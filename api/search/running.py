@@ -17,7 +17,7 @@ from starlette.requests import Request
 from mallee.api.branches.scoring import Question, TextSoFar, Verdict
 from mallee.api.callbacks.callbacks import Callbacks
 from mallee.api.errors import from_answer
-from mallee.api.live.inner import answer_of
+from mallee.api.search.inner import answer_of
 from mallee.api.search.requests import SearchPlan, UrlScore
 from mallee.protocol.errors import ContextLengthExceeded
 from mallee.protocol.ids import RequestId, Scope
@@ -226,7 +226,7 @@ class Run:
         """The answer to a request. Raises MalleeError as it was refused."""
         async with self._room:
             self._requests += 1
-            answer = await answer_of(self._request, "POST", path, {**self._plan.common, **body}, "")
+            answer = await answer_of(self._request, path, {**self._plan.common, **body})
         if answer.status >= 400:
             raise from_answer(answer.status, answer.body)
         return msgspec.json.decode(answer.body, type=kind)

@@ -97,6 +97,7 @@ class SessionHandlers:
         asked = await self._asking.read(request, CloseSessionRequest)
         if not asked.body.session_id:
             raise BadRequest("session_id is required", param="session_id")
+        check_session(asked.body.session_id, "session_id")
         return await self._close(request, asked.body.session_id, asked.scope)
 
     async def _close(self, request: Request, session: str, scope: Scope) -> Response:

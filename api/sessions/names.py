@@ -12,7 +12,8 @@ The first place that names one counts, and its parent is read there too:
             x-smg-routing-key                                     SGLang's model gateway
 
 A body that names a session wrongly is refused. A header is another system's: it may mean something else,
-so one that can't be a name counts as absent, and no request fails for it.
+so one that can't be a name counts as absent, and no request fails for it. A name is one segment of a path,
+so slashes in a header's are written `%2F`.
 """
 
 from typing import Final, NamedTuple
@@ -25,7 +26,6 @@ from mallee.protocol.errors import InvalidParameter
 MAX_SESSION: Final = 128  # characters
 FINAL_HEADER: Final = "x-dynamo-session-final"
 _TRUE: Final = ("true", "1")
-_VERBS: Final = ("/fork", "/record")  # of `/v1/sessions/{name}`, whose names may have slashes
 
 
 class SessionNames(NamedTuple):
@@ -99,17 +99,17 @@ def read_session(request: AnyRequest, headers: Headers) -> SessionNames:
 def check_session(name: str, param: str) -> None:
     """Raises InvalidParameter if `name` can't be one; an empty one names none."""
     if name and not _checked(name):
-        remedy = f"give at most {MAX_SESSION} printable characters that don't end in {' or '.join(_VERBS)}"
+        remedy = f"give at most {MAX_SESSION} printable characters, none of them a slash"
         raise InvalidParameter(param, name, remedy)
 
 
 def _named(headers: Headers, name: str) -> str:
     """The header, if it can be a name and comes once; else nothing."""
     given = headers.getlist(name) if name else []
-    return _checked(given[0].strip()) if len(given) == 1 else ""
+    return _checked(given[0].strip().replace("/", "%2F")) if len(given) == 1 else ""
 
 
 def _checked(name: str) -> str:
-    """The name if it can be one, and its path is no other operation's."""
-    is_name = len(name) <= MAX_SESSION and name.isprintable() and not name.endswith(_VERBS)
+    """The name if it can be one, which is a segment of a path."""
+    is_name = len(name) <= MAX_SESSION and name.isprintable() and "/" not in name
     return name if is_name else ""

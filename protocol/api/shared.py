@@ -99,7 +99,7 @@ TemplateVariables = Annotated[Any, shape("Variables that the template reads.", *
 Ttl = Annotated[Seconds | None, Meta(description="Seconds without use until it ends.")]
 Priority = Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 Stream = Annotated[bool, Meta(description="Server-sent events instead of one body.")]
-SessionName = Annotated[str, Meta(max_length=MAX_SESSION)]
+SessionName = Annotated[str, Meta(max_length=MAX_SESSION, extra_json_schema={"pattern": "^[^/]*$"})]
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 

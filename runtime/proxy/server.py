@@ -12,12 +12,12 @@ from starlette.types import ASGIApp
 
 
 class Server(uvicorn.Server):
-    """Leaves the process's signals and loggers alone. WebSockets are refused unless it `takes_sockets`."""
+    """Leaves the process's signals and loggers alone, and takes no WebSockets."""
 
-    def __init__(self, app: ASGIApp, *, takes_sockets: bool = False, **options: Any) -> None:
+    def __init__(self, app: ASGIApp, **options: Any) -> None:
         config = uvicorn.Config(
             app,
-            ws="websockets-sansio" if takes_sockets else "none",
+            ws="none",
             lifespan="off",
             access_log=False,
             log_config=None,  # it would close the handlers that there are

@@ -13,7 +13,6 @@ import httpx
 import psutil
 import pytest
 from typer.testing import CliRunner
-from websockets.sync.client import connect
 
 from mallee.cli.main import cli
 from mallee.client import Mallee
@@ -144,18 +143,6 @@ class Clients:
         self._stop.set()
         for thread in self._threads:
             thread.join()
-
-
-def test_streams_come_over_a_socket_through_the_proxy(cluster: Cluster) -> None:
-    frame = {"id": "a", "path": "/v1/completions", "body": {"prompt": "a tree", "stream": True}}
-    with connect(f"{cluster.url.replace('http', 'ws', 1)}/v1/live") as live:
-        live.send(json.dumps(frame))
-        frames = [json.loads(live.recv(timeout=30))]
-        while not frames[-1].get("done"):
-            frames.append(json.loads(live.recv(timeout=30)))
-    assert len(frames) > 2
-    assert {each["id"] for each in frames} == {"a"}
-    assert {each["status"] for each in frames} == {200}
 
 
 def test_a_change_of_the_workers_number_touches_workers_only(cluster: Cluster) -> None:

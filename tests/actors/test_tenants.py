@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 import yaml
-from starlette.routing import WebSocketRoute
 
 from mallee.gateway.access.keys import NewKey, new_key
 from support.mock_scene import make_folder, mock_config
@@ -159,9 +158,7 @@ async def test_every_route_but_health_and_the_api_document_refuses_strangers(
 ) -> None:
     """Also paths that don't exist: without a key nobody learns which ones do."""
     async with scene(tmp_path) as s, httpx.AsyncClient(base_url=s.stack.base_url) as nobody:
-        routes: list[Any] = [
-            route for route in s.stack.gateway.api.routes if not isinstance(route, WebSocketRoute)
-        ]
+        routes: list[Any] = s.stack.gateway.api.routes
         named = [(method, route.path) for route in routes for method in route.methods]
         assert len(named) > 12
         for method, path in (*named, ("GET", "/nothing"), ("POST", "/v1/nothing")):

@@ -481,7 +481,7 @@ def live_app(service: FakeService) -> Starlette:
 @pytest.fixture
 async def live(service: FakeService) -> AsyncIterator[Live]:
     """In the event loop of the test."""
-    async with serving(live_app(service), takes_sockets=True) as (url, server):
+    async with serving(live_app(service)) as (url, server):
         yield Live(int(url.rpartition(":")[2]), service, server)
 
 
@@ -497,7 +497,7 @@ async def official(live: Live) -> AsyncIterator[openai.AsyncOpenAI]:
 @pytest.fixture
 def live_in_thread(service: FakeService) -> Iterator[Live]:
     """In a thread of its own, for tests that block."""
-    behind = serving(live_app(service), takes_sockets=True)
+    behind = serving(live_app(service))
     with (
         start_blocking_portal() as portal,
         portal.wrap_async_context_manager(behind) as (url, server),

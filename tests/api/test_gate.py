@@ -12,7 +12,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from uvicorn.lifespan.on import LifespanOn
 
-from mallee.api.entry.gate import Gate, refuse
+from mallee.api.entry.gate import PER_TURN, Gate, Turns, refuse
 from mallee.api.messages.errors import AnthropicErrors
 from mallee.runtime.proxy import direct
 
@@ -88,6 +88,39 @@ async def test_rays_server_calls_the_api_for_its_paths_alone(
         monkeypatch.setattr(direct, "_app", None)
         direct.serve_here(slow.gate)
         assert [(await client.get(path)).text for path in paths] == ["ray", "ok", "ray"]
+
+
+async def test_requests_begin_a_few_in_each_turn_and_in_order() -> None:
+    """So that others' streams go on; callers that have gone meanwhile take no room."""
+    turns = Turns()
+    begun: list[int] = []
+
+    async def ask(number: int) -> None:
+        await turns.wait()
+        begun.append(number)
+
+    asking = [asyncio.create_task(ask(number)) for number in range(64)]
+    most = 0
+    while not all(each.done() for each in asking):
+        before = len(begun)
+        await asyncio.sleep(0)
+        most = max(most, len(begun) - before)
+        for each in asking[-2:] if begun else ():
+            each.cancel()
+    assert (begun, most) == ([*range(62)], PER_TURN)
+    await asyncio.wait_for(ask(64), 1)
+
+
+async def test_a_websocket_is_closed_before_it_opens(call: Any) -> None:
+    """HAProxy passes them on to a gateway's server, which has no route for them."""
+    said: list[Any] = []
+
+    async def send(message: Any) -> None:
+        said.append(message)
+
+    scope = {"type": "websocket", "path": "/v1/completions", "headers": [], "subprotocols": []}
+    await Gate(call.app)(scope, asyncio.Queue().get, send)
+    assert [each["type"] for each in said] == ["websocket.close"]
 
 
 async def test_a_server_that_insists_on_a_lifespan_starts_and_ends_the_api(call: Any) -> None:

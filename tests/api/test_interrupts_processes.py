@@ -126,8 +126,7 @@ def test_a_failing_delete_hides_no_error_of_the_block(live_in_thread: Any, ends:
 def test_a_program_that_closes_nothing_ends(live_in_thread: Any) -> None:
     program = f"""
 from mallee.client import Mallee
-from mallee.client.transports.live import LiveTransport
-client = Mallee(transport=LiveTransport({live_in_thread.url!r}))
+client = Mallee({live_in_thread.url!r})
 branches = client.stream("abc", n=2)
 next(iter(branches))
 print(client.models())

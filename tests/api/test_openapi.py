@@ -32,8 +32,7 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FuzzedApi]:
 
 
 def test_the_document_has_the_apps_routes(call: Any) -> None:
-    """OpenAPI has no WebSockets: docs/api/requests.md describes the one there is."""
-    routes = [route for route in call.app.routes if route.path != "/v1/live"]
+    routes = call.app.routes
     served = {(method, template(route.path)) for route in routes for method in route.methods} - {
         ("HEAD", template(route.path)) for route in routes
     }

@@ -363,7 +363,7 @@ class FuzzedApi:
             self.make_room()
             answer = self.send(ask)
         if answer.status_code == 409 and "session_id" in more:  # an earlier call has bound it
-            self.send(ask_of("DELETE", "/v1/sessions/{session:path}", session=more["session_id"]))
+            self.send(ask_of("DELETE", "/v1/sessions/{session}", session=more["session_id"]))
             answer = self.send(ask)
         assert answer.status_code == 200, answer.text
         return answer.json()

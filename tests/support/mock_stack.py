@@ -57,9 +57,7 @@ async def mock_stack(config: AppConfig) -> AsyncIterator[Stack]:
         stack.push_async_callback(gateway.close)
         await gateway.start()
         await until(lambda: len(router.workers()) == config.num_workers)
-        url, _ = await stack.enter_async_context(
-            serving(gateway.api, takes_sockets=True, ws_max_size=config.http.max_body_bytes)
-        )
+        url, _ = await stack.enter_async_context(serving(gateway.api))
         yield Stack(url, gateway)
         gateway.gateway.check()
         assert gateway.gateway.operator.failure is None

@@ -72,5 +72,4 @@ export async function* events(method, path, body, signal) {
 
 export const segment = encodeURIComponent;
 
-/** A session's name as a path: slashes stay. */
-export const sessionPath = (name) => `v1/sessions/${name.split("/").map(segment).join("/")}`;
+export const sessionPath = (name) => `v1/sessions/${segment(name)}`;

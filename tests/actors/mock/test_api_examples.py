@@ -40,7 +40,7 @@ REFUSED = {
 }
 RUNNING = {
     *("capsules.capture", "branches.prune", "branches.prioritize", "branches.inject"),
-    "live_requests.get",
+    "records.get",
 }  # of a request that still runs
 
 

@@ -133,7 +133,7 @@ async def test_what_can_be_no_session_s_budget_is_refused_by_name() -> None:
         ({"budget": {}}, "budget"),
         ({"budget": {"tokens": 0}}, "budget.tokens"),
         ({"budget": {"wall_s": 1e9}}, "budget.wall_s"),
-        ({"budget": {"tokens": 1}, "parent": "x/fork"}, "parent"),
+        ({"budget": {"tokens": 1}, "parent": "x/y"}, "parent"),
         ({"budget": {"tokens": 1}, "mallee": {"budget": {"tokens": 1}}}, "mallee.budget"),
     ]
     async with tiny_api(MODEL, 1) as (client, _):

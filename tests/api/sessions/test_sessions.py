@@ -206,31 +206,30 @@ async def test_the_sdk_and_the_command_list_show_fork_and_close(capsys: Any) -> 
                 async with client.session("left") as left:
                     await left.complete("abc", **FEW)
                     raise ZeroDivisionError
-            asked = {"mallee": {"session": "a/b"}, "max_tokens": 2, "ignore_eos": True}
-            (branch,) = await client.stream(PROMPT, **asked).wait()  # type: ignore[arg-type]
+            branch = await client.complete(PROMPT, session="a b", **FEW)
             (listed,) = [each async for each in client.sessions()]
-            assert (listed.id, listed.capsules) == ("a/b", 1)
-            session = client.session("a/b")
+            assert (listed.id, listed.capsules) == ("a b", 1)
+            session = client.session("a b")
             tree = await session.show()
-            assert [node.tokens for node in tree.nodes] == [len(PROMPT) + 2]
+            assert [node.tokens for node in tree.nodes] == [len(PROMPT) + 3]
             fork = await session.fork("c")
-            assert (fork.root, (await fork.show()).parent) == (tree.nodes[0].capsule, "a/b")
+            assert (fork.root, (await fork.show()).parent) == (tree.nodes[0].capsule, "a b")
             assert branch.text is not None
 
         def work() -> list[Any]:
             found = []
-            for words in (["list"], ["show", "a/b"], ["close", "c"]):
+            for words in (["list"], ["show", "a b"], ["close", "c"]):
                 ran = CliRunner().invoke(cli, ["sessions", *words, "--url", url, "--json"])
                 assert ran.exit_code == 0, ran.output
                 found.append(json.loads(ran.output))
-            shown = CliRunner().invoke(cli, ["sessions", "show", "a/b", "--url", url])
+            shown = CliRunner().invoke(cli, ["sessions", "show", "a b", "--url", url])
             assert tree.nodes[0].capsule in shown.output.replace("\n", "")
             listed = CliRunner().invoke(cli, ["sessions", "list", "--url", url])
-            assert "a/b" in listed.output
+            assert "a b" in listed.output
             return found
 
         listing, one, closed = await asyncio.to_thread(work)
-        assert [each["id"] for each in listing["sessions"]] == ["a/b", "c"]
+        assert [each["id"] for each in listing["sessions"]] == ["a b", "c"]
         assert one["children"] == ["c"]
         assert (closed["released"], closed["cancelled"]) == (0, 0)
 
@@ -392,6 +391,47 @@ def test_each_client_s_headers_name_its_session(
     assert read(headers) == (session, parent, False)
 
 
+def test_slashes_of_a_header_are_written_as_in_a_path() -> None:
+    """F31, part: the request is served as before; no other name becomes the same."""
+    headers = {"x-session-id": "repo/fix-7", "x-parent-session-id": "repo"}
+    assert read(headers) == ("repo%2Ffix-7", "repo", False)
+    agent = {"x-claude-code-session-id": "c/1", "x-claude-code-agent-id": "a/2"}
+    assert read(agent) == ("c%2F1:a%2F2", "c%2F1", False)
+
+
+async def test_a_name_with_a_slash_is_refused_wherever_one_is_given() -> None:
+    """With the name and the remedy; an agent's header names a session that its path finds."""
+    async with tiny_api(MODEL, 1) as (client, _):
+        asked = {"prompt": PROMPT, **FEW}
+        bodies: list[tuple[str, str, dict[str, Any], str]] = [
+            ("POST", "/v1/completions", {**asked, "session_id": "a/b"}, "session_id"),
+            (
+                "POST",
+                "/v1/capsules",
+                {"prompt": PROMPT, "mallee": {"session": "a/b"}},
+                "mallee.session",
+            ),
+            ("POST", "/v1/sessions/s/fork", {"session": "a/b"}, "session"),
+            ("PUT", "/v1/sessions/s", {"budget": {"tokens": 9}, "parent": "a/b"}, "parent"),
+            ("POST", "/close_session", {"session_id": "a/b"}, "session_id"),
+        ]
+        for method, path, body, param in bodies:
+            error = (await client.request(method, path, json=body)).json()["error"]
+            assert error["param"] == param
+            assert "'a/b'" in error["message"]
+            assert "slash" in error["message"]
+        for method, path in (("PUT", "a%2Fb"), ("GET", "a%2Fb"), ("POST", "a%2Fb/fork")):
+            answer = await client.request(method, f"/v1/sessions/{path}", json={})
+            assert answer.status_code == 404
+            assert "/v1/sessions/a/b" in answer.json()["error"]["message"]
+            assert "no slash" in answer.json()["error"]["message"]
+        served = await client.post("/v1/completions", json=asked, headers={"x-session-id": "a/b"})
+        assert served.status_code == 200
+        (listed,) = (await client.get("/v1/sessions")).json()["data"]
+        assert listed["id"] == "a%2Fb"
+        assert (await client.get("/v1/sessions/a%252Fb")).json()["capsules"] == 1
+
+
 def test_the_body_comes_first_and_headers_in_the_order_of_the_table() -> None:
     headers = {
         "x-smg-routing-key": "k",
@@ -412,7 +452,7 @@ def test_the_body_comes_first_and_headers_in_the_order_of_the_table() -> None:
     assert read(headers) == ("", "", False)
 
 
-@pytest.mark.parametrize("bad", [LONG, "a\x07b", "", "a/fork", "a/record"])
+@pytest.mark.parametrize("bad", [LONG, "a\x07b", "", "/" * 43])
 def test_a_header_that_is_no_name_is_none_and_fails_no_request(bad: str) -> None:
     headers = {"x-dynamo-session-id": bad, "x-session-id": "o"}
     assert read(headers).session == "o"
@@ -426,7 +466,7 @@ def test_a_header_that_is_no_name_is_none_and_fails_no_request(bad: str) -> None
         (AnyRequest(mallee=Extras(session=LONG)), "mallee.session"),
         (AnyRequest(mallee=Extras(session="a\nb")), "mallee.session"),
         (AnyRequest(session_id=LONG), "session_id"),
-        (AnyRequest(session_id="a/fork"), "session_id"),
+        (AnyRequest(session_id="a/b"), "session_id"),
         (AnyRequest(mallee=Extras(session="a", parent_session=LONG)), "mallee.parent_session"),
         (AnyRequest(mallee=Extras(parent_session="p")), "mallee.parent_session"),
     ],

@@ -1,4 +1,4 @@
-"""The handlers of `/v1/requests/{request}` and `/v1/batch`."""
+"""The handler of `/v1/requests/{request}`."""
 
 from typing import Any, Final
 
@@ -8,9 +8,7 @@ from starlette.responses import Response
 
 from mallee.api.entry.asking import Asking
 from mallee.api.entry.middleware import caller_of
-from mallee.api.live.batch import BatchRequest, check_operations, run
 from mallee.api.serve import Server, json_response
-from mallee.api.sse import unless_gone
 from mallee.protocol.errors import UnknownRequest
 from mallee.protocol.ids import RequestId, Scope
 
@@ -18,8 +16,8 @@ _LIFE: Final = "request.life"
 _NAMES_WORKERS: Final = b"w"  # in a question: the caller may know workers' names
 
 
-class LiveHandlers:
-    """Shows requests of all gateways, and runs many at once. All state is the services'."""
+class RecordHandlers:
+    """Shows the course of requests of all gateways. All state is the gateway's."""
 
     def __init__(self, server: Server, asking: Asking) -> None:
         self._server = server
@@ -51,9 +49,3 @@ class LiveHandlers:
         except UnknownRequest:
             return None
         return msgspec.json.encode(life)
-
-    async def batch(self, request: Request) -> Response:
-        """Raises BadRequest before anything of it has run."""
-        body = await self._asking.read_plain(request, BatchRequest)
-        check_operations(body)
-        return json_response(await unless_gone(request.receive, run(request, body)))
