@@ -40,6 +40,6 @@ async def test_a_client_has_the_settings_of_openai_s(live: Any) -> None:
 def test_what_is_no_client_of_openai_s_is_refused() -> None:
     with pytest.raises(InvalidParameter, match=r"give an openai\.OpenAI"):
         Mallee.from_openai("http://127.0.0.1")  # type: ignore[arg-type]
-    with openai.OpenAI(base_url="http://127.0.0.1:1/v1", api_key="none", max_retries=0) as nowhere:
-        with Mallee.from_openai(nowhere) as client, pytest.raises(ConnectionFailed):
-            client.models()
+    nowhere = openai.OpenAI(base_url="http://127.0.0.1:1/v1", api_key="none", max_retries=0)
+    with nowhere, Mallee.from_openai(nowhere) as client, pytest.raises(ConnectionFailed):
+        client.models()
