@@ -1,6 +1,6 @@
 """OpenAI's JSON bodies. One response format per endpoint; the text comes as deltas."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -15,13 +15,42 @@ from mallee.api.deltas import (
     chat_logprobs,
     text_logprobs,
 )
-from mallee.api.errors import AnswerTooLarge, error_body
+from mallee.api.errors import AnswerTooLarge, error_fields
 from mallee.api.jobs import Plan
 from mallee.api.sse import COMMENT, DONE, event
 from mallee.api.text.conversation import ToolCall
 from mallee.gateway.capsules.capsules import CapsuleInfo
 from mallee.gateway.requests.lives import verdict_body
 from mallee.gateway.requests.meter import outcome_of
+from mallee.protocol.api.capsules import NewCapsule
+from mallee.protocol.api.generate import (
+    AnyAnswer,
+    AnyChoice,
+    Call,
+    Chat,
+    ChatChoice,
+    ChatDelta,
+    ChatMessage,
+    Chunk,
+    ChunkChoice,
+    Completion,
+    Fork,
+    FunctionCall,
+    InjectedExtras,
+    Restore,
+    TextChoice,
+)
+from mallee.protocol.api.shared import (
+    OMITTED,
+    ChoiceExtras,
+    CompletionDetails,
+    Failure,
+    InjectedAt,
+    PromptDetails,
+    Retained,
+    UsageBody,
+    WeightVersions,
+)
 from mallee.protocol.errors import MalleeError
 from mallee.protocol.ids import CapsuleId
 
@@ -34,26 +63,26 @@ def usage_body(
     completion_tokens: int,
     cached_tokens: int,
     drafts: tuple[int, int] | None = None,
-) -> dict[str, Any]:
-    """Token counts of one request; a prompt shared by several branches counts once."""
-    body: dict[str, Any] = {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
-    }
+) -> UsageBody:
+    details = OMITTED
     if drafts is not None:
-        body["completion_tokens_details"] = prediction_tokens(drafts)
-    return body
+        accepted, rejected = prediction_tokens(drafts)
+        details = CompletionDetails(
+            accepted_prediction_tokens=accepted, rejected_prediction_tokens=rejected
+        )
+    return UsageBody(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        total_tokens=prompt_tokens + completion_tokens,
+        prompt_tokens_details=PromptDetails(cached_tokens=cached_tokens),
+        completion_tokens_details=details,
+    )
 
 
-def prediction_tokens(drafts: tuple[int, int]) -> dict[str, int]:
-    """OpenAI's names for the drafted tokens that were drawn, and for those that were not."""
+def prediction_tokens(drafts: tuple[int, int]) -> tuple[int, int]:
+    """The drafted tokens that were drawn, and those that were not."""
     drafted, accepted = drafts
-    return {
-        "accepted_prediction_tokens": accepted,
-        "rejected_prediction_tokens": drafted - accepted,
-    }
+    return accepted, drafted - accepted
 
 
 class UsageCounter:
@@ -95,7 +124,7 @@ class UsageCounter:
         cached = max(self._prompt - sum(self._prefilled.values()), 0)
         return self._prompt, cached, self._completion
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> UsageBody:
         _, cached, _ = self.counts
         drafts = None
         if self._drafts:
@@ -104,38 +133,45 @@ class UsageCounter:
         return usage_body(self._prompt, self._completion, cached, drafts)
 
 
-def extras(delta: TextDelta, *, names_workers: bool) -> dict[str, Any]:
+def extras(
+    delta: TextDelta, injected: Sequence[tuple[int, int]] = (), *, names_workers: bool
+) -> ChoiceExtras:
     """The `mallee` object of a choice, known at its end; a failed branch has its error."""
-    known: dict[str, Any] = {
-        "worker": delta.worker if names_workers else None,
-        "capsule": delta.capsule,
-        "boundary": delta.boundary if delta.capsule is not None else None,
-        "cached_tokens": delta.cached_tokens,
-        "prefill_tokens": delta.prefill_tokens,
-        "completion_tokens": delta.completion_tokens,
-        "weight_version": {"start": delta.weights[0], "end": delta.weights[1]},
-    }
+    accepted = rejected = OMITTED
     if delta.drafts is not None:
-        known |= prediction_tokens(delta.drafts)
-    if delta.retained is not None:
-        known["retain"] = {
-            "outcome": outcome_of(delta.retained),
-            "asked_bytes": delta.retained.asked_nbytes,
-            "bytes": delta.retained.nbytes,
-        }
-    if delta.verdict is not None:
-        known["cache"] = verdict_body(delta.verdict)
-    if delta.kept:
-        known["kept"] = delta.kept
-    if delta.ended_by:
-        known["ended_by"] = delta.ended_by
+        accepted, rejected = prediction_tokens(delta.drafts)
+    retain = error = score = score_error = OMITTED
+    if (kept := delta.retained) is not None:
+        retain = Retained(
+            outcome=outcome_of(kept), asked_bytes=kept.asked_nbytes, bytes=kept.nbytes
+        )
     if delta.scored is not None:
-        known["score"] = delta.scored.score
-        if delta.scored.error:
-            known["score_error"] = delta.scored.error
+        score, score_error = delta.scored.score, delta.scored.error or OMITTED
     if delta.error is not None:
-        known["error"] = {"message": delta.error.client_message, "code": delta.error.code}
-    return known
+        error = Failure(message=delta.error.client_message, code=delta.error.code)
+    return ChoiceExtras(
+        worker=delta.worker if names_workers else None,
+        capsule=delta.capsule,
+        boundary=delta.boundary if delta.capsule is not None else None,
+        cached_tokens=delta.cached_tokens,
+        prefill_tokens=delta.prefill_tokens,
+        completion_tokens=delta.completion_tokens,
+        weight_version=WeightVersions(start=delta.weights[0], end=delta.weights[1]),
+        accepted_prediction_tokens=accepted,
+        rejected_prediction_tokens=rejected,
+        retain=retain,
+        cache=OMITTED if delta.verdict is None else verdict_body(delta.verdict),
+        kept=delta.kept or OMITTED,
+        injected=_injected(injected) if injected else OMITTED,
+        ended_by=delta.ended_by or OMITTED,
+        score=score,
+        score_error=score_error,
+        error=error,
+    )
+
+
+def _injected(injected: Sequence[tuple[int, int]]) -> list[InjectedAt]:
+    return [InjectedAt(at=at, tokens=num) for at, num in injected]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,21 +182,12 @@ class Envelope:
     created: int
     model: str
 
-    def body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "choices": choices,
-        }
-
 
 class ResponseFormat:
-    """Writes the choices of completions and forks: `text`. The arguments are OpenAI's `object`."""
+    """Writes completions and forks, whose choices have a `text`; `answer` is the type of a whole one."""
 
-    def __init__(self, whole_object: str, chunk_object: str) -> None:
-        self.whole_object = whole_object
+    def __init__(self, answer: type[AnyAnswer], chunk_object: str) -> None:
+        self.answer = answer
         self.chunk_object = chunk_object
 
     def begin_whole(
@@ -186,13 +213,15 @@ class ResponseFormat:
             names_workers=names_workers,
         )
 
-    def whole(self, text: str, reasoning: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
-        """The text fields of a finished choice."""
-        return {"text": text}
+    def whole(
+        self, text: str, reasoning: str, calls: Sequence[ToolCall], **shared: Any
+    ) -> AnyChoice:
+        """A finished choice."""
+        return TextChoice(text=text, **shared)
 
-    def chunk(self, delta: TextDelta, *, is_first: bool) -> dict[str, Any]:
-        """The text fields of a streamed choice."""
-        return {"text": delta.text}
+    def part(self, delta: TextDelta, *, is_first: bool, **shared: Any) -> ChunkChoice:
+        """A choice of a chunk."""
+        return ChunkChoice(text=delta.text, **shared)
 
     def logprobs(
         self, chances: Sequence[TokenChance], token_bytes: TokenBytes, offset: int
@@ -204,26 +233,30 @@ class ResponseFormat:
 class ChatFormat(ResponseFormat):
     """Chat: `message`, or `delta` whose first one names the role."""
 
-    def whole(self, text: str, reasoning: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
-        content = None if calls and not text else text
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        message |= _reasoning(reasoning)
-        if calls:
-            message["tool_calls"] = [_call(call) for call in calls]
-        return {"message": message}
+    def whole(
+        self, text: str, reasoning: str, calls: Sequence[ToolCall], **shared: Any
+    ) -> AnyChoice:
+        message = ChatMessage(
+            role="assistant",
+            content=None if calls and not text else text,
+            reasoning_content=reasoning or OMITTED,
+            reasoning=reasoning or OMITTED,
+            tool_calls=[_call(call) for call in calls] or OMITTED,
+        )
+        return ChatChoice(message=message, **shared)
 
-    def chunk(self, delta: TextDelta, *, is_first: bool) -> dict[str, Any]:
-        fields: dict[str, Any] = {}
-        if is_first:
-            has_call = delta.calls or delta.is_in_call
-            content = None if has_call and not delta.text else delta.text
-            fields = {"role": "assistant", "content": content}
-        elif delta.text:
-            fields = {"content": delta.text}
-        fields |= _reasoning(delta.reasoning)
-        if delta.calls:
-            fields["tool_calls"] = [_call_delta(call) for call in delta.calls]
-        return {"delta": fields}
+    def part(self, delta: TextDelta, *, is_first: bool, **shared: Any) -> ChunkChoice:
+        content = delta.text or OMITTED
+        if is_first and not delta.text:
+            content = None if delta.calls or delta.is_in_call else ""
+        message = ChatDelta(
+            role="assistant" if is_first else OMITTED,
+            content=content,
+            reasoning_content=delta.reasoning or OMITTED,
+            reasoning=delta.reasoning or OMITTED,
+            tool_calls=[_call_delta(call) for call in delta.calls] or OMITTED,
+        )
+        return ChunkChoice(delta=message, **shared)
 
     def logprobs(
         self, chances: Sequence[TokenChance], token_bytes: TokenBytes, offset: int
@@ -231,46 +264,27 @@ class ChatFormat(ResponseFormat):
         return chat_logprobs(chances, token_bytes)
 
 
-def _reasoning(text: str) -> dict[str, str]:
-    """Under both names that clients read."""
-    return {"reasoning_content": text, "reasoning": text} if text else {}
+def _call(call: ToolCall, index: int = OMITTED) -> Call:
+    function = FunctionCall(name=call.name, arguments=call.arguments)
+    return Call(index=index, id=call.id, type="function", function=function)
 
 
-def _call(call: ToolCall) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": call.id, "type": "function", "function": function}
-
-
-def _call_delta(delta: CallDelta) -> dict[str, Any]:
+def _call_delta(delta: CallDelta) -> Call:
     if delta.id:
-        return {"index": delta.number, **_call(ToolCall(delta.id, delta.name, delta.arguments))}
-    return {"index": delta.number, "function": {"arguments": delta.arguments}}
+        return _call(ToolCall(delta.id, delta.name, delta.arguments), delta.number)
+    return Call(index=delta.number, function=FunctionCall(arguments=delta.arguments))
 
 
-COMPLETION = ResponseFormat("text_completion", "text_completion")
-FORK = ResponseFormat("capsule.fork", "capsule.fork.chunk")
-RESTORE = ResponseFormat("capsule.restore", "capsule.restore.chunk")
-CHAT = ChatFormat("chat.completion", "chat.completion.chunk")
+COMPLETION = ResponseFormat(Completion, "text_completion")
+FORK = ResponseFormat(Fork, "capsule.fork.chunk")
+RESTORE = ResponseFormat(Restore, "capsule.restore.chunk")
+CHAT = ChatFormat(Chat, "chat.completion.chunk")
 
 
-def _choice(
-    index: int,
-    text: Mapping[str, Any],
-    last: TextDelta | None,
-    logprobs: Mapping[str, Any] | None,
-    *,
-    has_calls: bool,
-    names_workers: bool,
-    injected: Sequence[tuple[int, int]] = (),
-) -> dict[str, Any]:
-    choice = {"index": index, **text, "logprobs": logprobs, "finish_reason": None}
-    if injected:
-        choice["mallee"] = {"injected": [{"at": at, "tokens": num} for at, num in injected]}
-    if last is not None:
-        is_call = has_calls and last.finish == "stop"
-        choice["finish_reason"] = "tool_calls" if is_call else last.finish
-        choice["mallee"] = extras(last, names_workers=names_workers) | choice.get("mallee", {})
-    return choice
+def _finish(last: TextDelta | None, *, has_calls: bool) -> str | None:
+    if last is None:
+        return None
+    return "tool_calls" if has_calls and last.finish == "stop" else last.finish
 
 
 class _Written:
@@ -356,25 +370,30 @@ class WholeAnswer:
         if delta.finish is not None:
             self._last[delta.index] = delta
 
-    def choices(self) -> Iterator[dict[str, Any]]:
+    def choices(self) -> Iterator[AnyChoice]:
         """Every choice must be finished."""
         assert len(self._last) == len(self._texts), "a choice is unfinished"
         for i, texts in enumerate(self._texts):
             calls = self._calls[i].found()
-            yield _choice(
-                i,
-                self._format.whole("".join(texts), "".join(self._reasoning[i]), calls),
-                self._last[i],
-                self._logprobs[i].body() if self._logprobs else None,
-                has_calls=bool(calls),
-                names_workers=self._names_workers,
-                injected=self._injected.get(i, ()),
+            last, injected = self._last[i], self._injected.get(i, ())
+            yield self._format.whole(
+                "".join(texts),
+                "".join(self._reasoning[i]),
+                calls,
+                index=i,
+                logprobs=self._logprobs[i].body() if self._logprobs else None,
+                finish_reason=_finish(last, has_calls=bool(calls)),
+                mallee=extras(last, injected, names_workers=self._names_workers),
             )
 
-    def body(
-        self, envelope: Envelope, choices: list[dict[str, Any]], usage: UsageCounter
-    ) -> dict[str, Any]:
-        return {**envelope.body(self._format.whole_object, choices), "usage": usage.body()}
+    def body(self, envelope: Envelope, choices: list[AnyChoice], usage: UsageCounter) -> AnyAnswer:
+        return self._format.answer(
+            id=envelope.id,
+            created=envelope.created,
+            model=envelope.model,
+            choices=choices,
+            usage=usage.body(),
+        )
 
 
 class ChunkWriter:
@@ -410,7 +429,7 @@ class ChunkWriter:
         self._owed: dict[int, list[TokenChance]] = {}
         self._offsets: dict[int, int] = {}  # characters of the text so far, by choice
 
-    def chunk(self, delta: TextDelta) -> dict[str, Any] | None:
+    def chunk(self, delta: TextDelta) -> Chunk | None:
         """None if the delta shows nothing: no text, no token of a call, and not the last of its choice."""
         if self._token_bytes is not None:
             self._owed.setdefault(delta.index, []).extend(delta.chances)
@@ -418,22 +437,35 @@ class ChunkWriter:
         is_sign_of_life = delta.is_in_call and delta.num_tokens
         if not (is_shown or is_sign_of_life) and delta.finish is None:
             return None
-        text = self._format.chunk(delta, is_first=delta.index not in self._started)
+        is_first = delta.index not in self._started
         self._started.add(delta.index)
         if delta.calls:
             self._called.add(delta.index)
-        last = delta if delta.finish is not None else None
-        choice = _choice(
-            delta.index,
-            text,
-            last,
-            self._logprobs(delta),
-            has_calls=delta.index in self._called,
-            names_workers=self._names_workers,
-            injected=delta.injected,
+        last, known = (delta if delta.finish is not None else None), OMITTED
+        if last is not None:
+            known = extras(last, delta.injected, names_workers=self._names_workers)
+        elif delta.injected:
+            known = InjectedExtras(injected=_injected(delta.injected))
+        choice = self._format.part(
+            delta,
+            is_first=is_first,
+            index=delta.index,
+            logprobs=self._logprobs(delta),
+            finish_reason=_finish(last, has_calls=delta.index in self._called),
+            mallee=known,
         )
-        body = self._envelope.body(self._format.chunk_object, [choice])
-        return {**body, "usage": None} if self._with_usage else body
+        return self._body([choice], None if self._with_usage else OMITTED)
+
+    def _body(self, choices: list[ChunkChoice], usage: UsageBody | None) -> Chunk:
+        envelope = self._envelope
+        return Chunk(
+            id=envelope.id,
+            object=self._format.chunk_object,
+            created=envelope.created,
+            model=envelope.model,
+            choices=choices,
+            usage=usage,
+        )
 
     def _logprobs(self, delta: TextDelta) -> dict[str, Any] | None:
         if self._token_bytes is None:
@@ -452,35 +484,25 @@ class ChunkWriter:
         """The mark of the end, and before it, if it was asked for, the usage of the whole request."""
         if not self._with_usage:
             return DONE
-        body = self._envelope.body(self._format.chunk_object, [])
-        return event({**body, "usage": usage.body()}) + DONE
+        return event(self._body([], usage.body())) + DONE
 
     def failure(self, error: MalleeError, left: Collection[int]) -> bytes:
         """The error, and the choices that end by it: the others have ended before."""
-        return event({**error_body(error), "mallee": {"unfinished": sorted(left)}})
+        unfinished = {"unfinished": sorted(left)}
+        return event({"error": error_fields(error), "mallee": unfinished})
 
 
-def capsule_body(info: CapsuleInfo, model: str, *, names_workers: bool) -> dict[str, Any]:
-    """A capsule as `GET` shows it."""
-    body: dict[str, Any] = {
-        "id": info.capsule,
-        "object": "capsule",
-        "created": int(info.created),
-        "model": model,
-        "worker": info.worker if names_workers else None,
-        "tokens": info.boundary,
-        "status": "ready",
-    }
+def capsule_body(info: CapsuleInfo, model: str, *, names_workers: bool, **known: Any) -> NewCapsule:
+    """A capsule as `GET` shows it, with what is `known` of its making."""
     status = info.status
     if info.error is not None:
-        return {**body, "status": "failed", **error_body(info.error)}
-    if info.is_computing:
-        computed = {} if status is None else {"computed_tokens": status.computed}
-        return {**body, "status": "computing", **computed}
-    if info.is_stale:
-        body["stale"] = True
-    if status is not None:
-        body |= {
+        known |= {"status": "failed", "error": error_fields(info.error)}
+    elif info.is_computing:
+        known["status"] = "computing"
+        if status is not None:
+            known["computed_tokens"] = status.computed
+    elif status is not None:
+        known |= {
             "pinned": status.is_pinned,
             "ttl_s": status.ttl_s,
             "tier": status.tier,
@@ -489,15 +511,14 @@ def capsule_body(info: CapsuleInfo, model: str, *, names_workers: bool) -> dict[
             "drawn": status.drawn,
             "aligned_tokens": status.aligned,
         }
-    return body
-
-
-def model_body(model: str, created: int, max_model_len: int) -> dict[str, Any]:
-    """One entry of the model list."""
-    return {
-        "id": model,
-        "object": "model",
-        "created": created,
-        "owned_by": "mallee",
-        "max_model_len": max_model_len,
+    if info.is_stale and "status" not in known:
+        known["stale"] = True
+    made = {
+        "id": info.capsule,
+        "created": int(info.created),
+        "model": model,
+        "worker": info.worker if names_workers else None,
+        "tokens": info.boundary,
+        "status": "ready",
     }
+    return NewCapsule(**(made | known))

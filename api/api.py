@@ -17,7 +17,6 @@ from starlette.types import Scope as AsgiScope
 from mallee.api.answers import (
     CHAT,
     COMPLETION,
-    model_body,
 )
 from mallee.api.branches.budgets import Budgets
 from mallee.api.branches.handlers import BranchHandlers
@@ -64,8 +63,12 @@ from mallee.protocol.api.generate import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    Model,
+    ModelList,
     TokenizeRequest,
 )
+from mallee.protocol.api.operator import Status
+from mallee.protocol.api.sessions import RecordDeleted
 from mallee.protocol.api.shared import AnyRequest
 from mallee.protocol.errors import NotFound, NoWorker
 from mallee.protocol.ids import Scope
@@ -115,8 +118,10 @@ class Api:
         self._gateway = server.gateway
         self._maker = maker
         self._asking = asking
-        self._model = model_body(
-            server.model_name, created, server.gateway.context.model.max_model_len
+        self._model = Model(
+            id=server.model_name,
+            created=created,
+            max_model_len=server.gateway.context.model.max_model_len,
         )
 
     async def completions(self, request: Request) -> Response:
@@ -156,12 +161,11 @@ class Api:
         recorder = self._gateway.requests.recorder
         if not await recorder.delete(self._asking.scope(request), session):
             raise _unrecorded()
-        body = {"session": session, "object": "session.record.deleted", "deleted": True}
-        return json_response(body)
+        return json_response(RecordDeleted(session=session))
 
     async def models(self, _: Request) -> Response:
         self._check_served()
-        return json_response({"object": "list", "data": [self._model]})
+        return json_response(ModelList(data=[self._model]))
 
     async def model(self, request: Request) -> Response:
         self._maker.check_model(request.path_params["model"])
@@ -182,13 +186,13 @@ class Api:
 
     async def live(self, _: Request) -> Response:
         """The process's loop turns: this was answered."""
-        return json_response({"status": "live"})
+        return json_response(Status(status="live"))
 
     async def ready(self, _: Request) -> Response:
         """Whether requests can be served; the gate answers once it is closed."""
         if self._gateway.operator.health()["status"] in _SERVING:
-            return json_response({"status": "ready"})
-        return json_response({"status": "unavailable"}, 503, {"retry-after": str(RETRY_AFTER_S)})
+            return json_response(Status(status="ready"))
+        return json_response(Status(status="unavailable"), 503, {"retry-after": str(RETRY_AFTER_S)})
 
     async def openapi(self, _: Request) -> Response:
         return Response(_document_bytes(), media_type="application/json")

@@ -1,13 +1,14 @@
 """Errors as HTTP answers in OpenAI's shape."""
 
 import math
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Scope
 
+from mallee.protocol.api.shared import ErrorBody, ErrorFields
 from mallee.protocol.errors import (
     BadRequest,
     DeadlineExceeded,
@@ -208,16 +209,17 @@ def error_type(status: int) -> str:
     return _TYPES.get(status, "invalid_request_error")
 
 
-def error_body(error: MalleeError) -> dict[str, Any]:
-    """`{"error": {message, type, param, code}}`."""
-    return {
-        "error": {
-            "message": error.client_message,
-            "type": error_type(error.status),
-            "param": error.fields.get("param"),
-            "code": error.code,
-        }
-    }
+def error_fields(error: MalleeError) -> ErrorFields:
+    return ErrorFields(
+        message=error.client_message,
+        type=error_type(error.status),
+        param=error.fields.get("param"),
+        code=error.code,
+    )
+
+
+def error_body(error: MalleeError) -> ErrorBody:
+    return ErrorBody(error=error_fields(error))
 
 
 def error_response(error: MalleeError) -> Response:

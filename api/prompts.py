@@ -209,7 +209,7 @@ class PromptReader:
             if at_least > self._max_model_len:
                 raise ContextLengthExceeded(at_least, 0, self._max_model_len)
 
-    def ids(self, ids: list[int], param: str) -> Tokens:
+    def ids(self, ids: Sequence[int], param: str) -> Tokens:
         """Token ids as an array. Raises InvalidParameter naming the first outside the vocabulary."""
         # Python ints first: a huge one would overflow an array before it could be compared.
         if ids and not (min(ids) >= 0 and max(ids) < self._vocab_size):

@@ -33,6 +33,8 @@ from mallee.gateway.gateway import Gateway
 from mallee.gateway.requests.deltas import Delta
 from mallee.gateway.requests.observers import Observer
 from mallee.gateway.requests.request import RunningRequest
+from mallee.protocol.api.capsules import Imported
+from mallee.protocol.api.shared import OMITTED
 from mallee.protocol.errors import InternalError, LookupIncomplete, MalleeError, NotFound
 from mallee.protocol.ids import CapsuleId, RequestId, Scope, account_of, capsule_id
 from mallee.router.dispatch.jobs import PrefillJob, QueueTerms
@@ -150,20 +152,24 @@ class Server:
             assert made.worker is not None
             keep(made.capsule)
         info = CapsuleInfo(made.capsule, made.worker, made.boundary, self.clock())
-        body = {
-            **capsule_body(info, self.model_name, names_workers=caller.is_operator),
-            "prefill_tokens": made.prefill_tokens,
-            "cached_tokens": made.cached_tokens,
-            "ttl_s": job.ttl_s or None,
-            "usage": usage_body(tokens, 0, made.cached_tokens),
-        }
+        imported = OMITTED
         if file_nbytes is not None:
             # Nothing but its own file can have what its private salt finds.
-            body["imported"] = {
-                "fetched_tokens": made.cached_tokens,
-                "computed_tokens": made.prefill_tokens,
-                "bytes": file_nbytes,
-            }
+            imported = Imported(
+                fetched_tokens=made.cached_tokens,
+                computed_tokens=made.prefill_tokens,
+                bytes=file_nbytes,
+            )
+        body = capsule_body(
+            info,
+            self.model_name,
+            names_workers=caller.is_operator,
+            prefill_tokens=made.prefill_tokens,
+            cached_tokens=made.cached_tokens,
+            ttl_s=job.ttl_s or None,
+            usage=usage_body(tokens, 0, made.cached_tokens),
+            imported=imported,
+        )
         return json_response(body, headers=_worker_header([made.worker], caller))
 
     async def promise(self, request: Request, job: PrefillJob) -> Response:
@@ -184,11 +190,11 @@ class Server:
             work = self._keep_promise(stream, capsule, keep, stay.pop_all())
             self.tasks.spawn(work, name="prefill")
         info = await self.gateway.capsules.show(capsule, job.scope)
-        body = capsule_body(info, self.model_name, names_workers=caller.is_operator)
-        workers = () if info.worker is None else (info.worker,)
-        return json_response(
-            {**body, "ttl_s": job.ttl_s or None}, 202, _worker_header(workers, caller)
+        body = capsule_body(
+            info, self.model_name, names_workers=caller.is_operator, ttl_s=job.ttl_s or None
         )
+        workers = () if info.worker is None else (info.worker,)
+        return json_response(body, 202, _worker_header(workers, caller))
 
     async def _keep_promise(
         self,

@@ -26,13 +26,17 @@ from mallee.api.chat.reading import ChatReader
 from mallee.api.entry.bodies import Bodies
 from mallee.api.jobs import JobMaker
 from mallee.api.prompts import PromptReader
+<<<<<<< HEAD
 from mallee.protocol.api.responses import ResponseRequest
+=======
+>>>>>>> main
 from mallee.api.responses.store import Left, Record, Turn
 from mallee.api.responses.turns import PlannedTurn, TurnMaker
 from mallee.api.text.chat import ChatTemplate
 from mallee.api.text.conversation import Message
 from mallee.api.text.families import FAMILIES
 from mallee.api.text.tokenizer import Tokenizer
+from mallee.protocol.api.responses import ResponseRequest
 from mallee.protocol.hashing import as_tokens
 from mallee.protocol.ids import COMMON, CapsuleId, RequestId
 from mallee.protocol.model import ModelSpec

@@ -1,7 +1,7 @@
 """The handlers of `/v1/capsules`."""
 
 from collections.abc import Awaitable, Callable
-from typing import Any, Final
+from typing import Final
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -26,7 +26,13 @@ from mallee.api.sse import unless_gone
 from mallee.api.terms import read_terms
 from mallee.gateway.capsules.capsules import CapsuleInfo
 from mallee.protocol.api.capsules import (
+    Capsule,
+    CapsuleDeleted,
+    CapsuleList,
+    CapsulePruned,
     CapsuleRequest,
+    CapsulesDeleted,
+    CapsuleText,
     CaptureRequest,
     DemoteRequest,
     PinRequest,
@@ -78,8 +84,7 @@ class CapsuleHandlers:
 
         is_large = len(tokens) - start > MAX_INLINE_TOKENS
         text = await self._asking.off_loop(request, decode, is_large=is_large)
-        body = {"id": capsule, "object": "capsule.text", "start": start, "tokens": len(tokens)}
-        return json_response({**body, "text": text})
+        return json_response(CapsuleText(id=capsule, start=start, tokens=len(tokens), text=text))
 
     async def list(self, request: Request) -> Response:
         query = request.query_params
@@ -89,9 +94,10 @@ class CapsuleHandlers:
             listed = bulk.page(query.get("after", ""), limit)
             found, has_more, num_unknown = await unless_gone(request.receive, listed)
         bodies = [self._body(request, info) for info in found]
-        last = bodies[-1]["id"] if bodies else None
-        body = {"object": "list", "data": bodies, "last_id": last, "has_more": has_more}
-        return json_response({**body, "unknown": num_unknown})
+        last = bodies[-1].id if bodies else None
+        return json_response(
+            CapsuleList(data=bodies, last_id=last, has_more=has_more, unknown=num_unknown)
+        )
 
     async def count(self, request: Request) -> Response:
         bulk = self._bulk(request)
@@ -104,7 +110,7 @@ class CapsuleHandlers:
         visit = caller_of(request).visit
         with visit:
             num = await unless_gone(request.receive, bulk.delete(visit.unkeep))
-        return json_response({"object": "capsules.deleted", "deleted": num})
+        return json_response(CapsulesDeleted(deleted=num))
 
     async def fork(self, request: Request) -> Response:
         asked = await self._asking.read(request, ForkRequest)
@@ -153,8 +159,8 @@ class CapsuleHandlers:
         with visit:
             releasing = release_each(self._gateway, capsules, asked.scope, visit.unkeep)
             num = await unless_gone(request.receive, releasing)
-        body = {"id": capsule, "object": "capsule.pruned", "requests": requests}
-        return json_response({**body, "released": num, "left": len(capsules) - num})
+        body = CapsulePruned(id=capsule, requests=requests, released=num, left=len(capsules) - num)
+        return json_response(body)
 
     async def pin(self, request: Request) -> Response:
         asked = await self._asking.read(request, PinRequest)
@@ -211,7 +217,7 @@ class CapsuleHandlers:
         capsule = _capsule(request)
         await self._gateway.capsules.release(capsule, self._asking.scope(request))
         caller_of(request).visit.unkeep(capsule)
-        return json_response({"id": capsule, "object": "capsule.deleted", "deleted": True})
+        return json_response(CapsuleDeleted(id=capsule))
 
     def _bulk(self, request: Request, others: tuple[str, ...] = ()) -> Bulk:
         """The capsules that a query means, which may have `others` too. Raises InvalidParameter."""
@@ -227,7 +233,7 @@ class CapsuleHandlers:
             keep(info.capsule)
         return json_response(self._body(request, info))
 
-    def _body(self, request: Request, info: CapsuleInfo) -> dict[str, Any]:
+    def _body(self, request: Request, info: CapsuleInfo) -> Capsule:
         names_workers = caller_of(request).is_operator
         return capsule_body(info, self._server.model_name, names_workers=names_workers)
 

@@ -5,7 +5,8 @@ changes answers (accepted only at its neutral value), or unknown: refused, or ig
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import msgspec
@@ -22,12 +23,15 @@ SMALL_BODY: Final = 64 << 10  # bytes, which are decoded in no time whatever the
 MAX_DIGITS: Final = 256  # of a number of a larger body: to read one takes the square of its length
 MAX_DEPTH: Final = 128  # of objects and lists in each other; recursive code reads them later
 
+NO_HINTS: Final[Mapping[str, str]] = MappingProxyType({})
+
 R = TypeVar("R", bound=AnyBody)
 
 _PATH = re.compile(r" - at `\$\.?([^`]*)`$")
 _QUOTED = re.compile(r"(?s)(?<=unknown field )`(.*)`(?= - at|$)")
 _STEP = re.compile(r"(\w+)|\[(\d+)\]|(\[\.\.\.\])")
-_BOUND = re.compile(r"[<>]")
+_MISSING = re.compile(r"missing required field `(\w+)`$")
+_BOUND = re.compile(r"[<>]|^Invalid (enum )?value")
 _UNKNOWN: Final = "this server does not know the field; leave it out"
 
 
@@ -163,25 +167,44 @@ def _changes_nothing(name: str, value: object) -> bool:
     raise InvalidParameter(name, value, f"not supported; leave it out{allowed}")
 
 
-def _bad_field(message: str, given: dict[str, Any], kind: type[msgspec.Struct]) -> BadRequest:
+def read_part(value: Any, kind: Any, param: str, hints: Mapping[str, str] = NO_HINTS) -> Any:
+    """A part of a body, at `param`, as a `kind`; `hints` have remedies by refused values of `type`.
+
+    Raises InvalidParameter.
+    """
+    try:
+        return msgspec.convert(value, kind, strict=True)
+    except (msgspec.ValidationError, OverflowError) as e:
+        raise _bad_field(str(e), value, kind, param, hints) from e
+
+
+def _bad_field(
+    message: str, given: Any, kind: Any, where: str = "", hints: Mapping[str, str] = NO_HINTS
+) -> BadRequest:
     """The refusal of what msgspec refuses, with the place, the value and the range of its type."""
     message = _QUOTED.sub(lambda name: f"`{name[1][:MAX_SHOWN]}`", message)
     found = _PATH.search(message)
-    if not found or not found[1]:
+    path = found[1] if found else ""
+    if found is not None:
+        message = message[: found.start()]
+    if (missing := _MISSING.search(message)) is not None:
+        path, message = f"{path}.{missing[1]}", "give it: it is required"
+    elif not (path or where):
         return BadRequest(message)
     value: Any = given
     types: list[inspect.Type] = [inspect.type_info(kind)]
-    where = ""
-    for key, index, every in _STEP.findall(found[1]):
-        if every and isinstance(value, dict):  # `msgspec` does not say which
-            break
-        value = value[key] if key else value[int(index)]
-        where += f"{'.' if where else ''}{key}" if key else f"[{index}]"
+    for key, index, every in _STEP.findall(path):
+        if not every:  # of a value in an object it isn't told whose
+            value = value.get(key) if key else value[int(index)]
+            where += f"{'.' if where else ''}{key}" if key else f"[{index}]"
         types = [inner for each in types for inner in _below(each, key)]
     bounds = [bound for each in types if (bound := _bounds(each))]
-    is_outside = _BOUND.search(message[: found.start()]) is not None
-    remedy = f"give {', or '.join(bounds)}" if bounds and is_outside else message[: found.start()]
-    return InvalidParameter(where, value, remedy)
+    if isinstance(value, str) and value in hints:
+        return InvalidParameter(where, value, hints[value])
+    is_outside = _BOUND.search(message) is not None
+    return InvalidParameter(
+        where, value, f"give {', or '.join(bounds)}" if bounds and is_outside else message
+    )
 
 
 def _below(kind: inspect.Type, field: str) -> Iterator[inspect.Type]:
@@ -189,6 +212,8 @@ def _below(kind: inspect.Type, field: str) -> Iterator[inspect.Type]:
     for each in _choices(kind):
         if isinstance(each, inspect.StructType):
             yield from (f.type for f in each.fields if f.encode_name == field)
+            if field == each.tag_field:
+                yield inspect.LiteralType((each.tag,))
         elif isinstance(each, inspect.DictType):
             yield each.value_type
         elif isinstance(each, inspect.CollectionType | inspect.VarTupleType):
@@ -215,17 +240,18 @@ def _bounds(kind: inspect.Type) -> str:
                 found.append(f"more than {above:g}" + (f", up to {high:g}" if high else ""))
             elif low is not None and high is not None:
                 found.append(f"{_number(low)} to {_number(high)}")
-            elif low is not None or high is not None:
-                found.append(
-                    f"at least {_number(low)}" if high is None else f"at most {_number(high)}"
-                )
+            elif low is not None:
+                found.append(f"at least {_number(low)}")
+            elif high is not None:
+                found.append(f"at most {_number(high)}")
+        elif isinstance(each, inspect.LiteralType):
+            found.append(" or ".join(map(str, each.values)))
         elif isinstance(each, inspect.StrType | inspect.CollectionType | inspect.DictType):
-            most, least = each.max_length, each.min_length
             things = "characters" if isinstance(each, inspect.StrType) else "values"
-            if most is not None:
-                found.append(f"{least or 0} to {most} {things}")
-            elif least:
-                found.append(f"at least {least} {things}")
+            if each.max_length is not None:
+                found.append(f"{each.min_length or 0} to {each.max_length} {things}")
+            elif each.min_length:
+                found.append(f"{each.min_length} or more {things}")
     return ", or ".join(found)
 
 

@@ -144,7 +144,7 @@ class GraphMaker:
         if item and isinstance(seed := fields.get("seed"), int):
             drawn = branch_seed(seed, item)  # 64 bits, of which JSON's are signed
             fields["seed"] = drawn - (1 << 64) if drawn >> 63 else drawn
-        request = read(fields, ForkRequest)
+        request = read(fields, ForkRequest).body
         return self._maker.fork(request, capsule, plan.scope, plan.terms)
 
     def _check_sampling(self, plan: GraphPlan, node: Branch | Map) -> None:

@@ -4,10 +4,11 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
+from msgspec import to_builtins
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mallee.api.errors import error_body
+from mallee.api.errors import error_fields
 from mallee.protocol.errors import MalleeError
 
 PATH: Final = "/v1/messages"
@@ -36,7 +37,7 @@ def anthropic_body(error: dict[str, Any], status: int) -> dict[str, Any]:
 def anthropic_error(error: MalleeError) -> dict[str, Any]:
     """The error as a body, or as the data of an event."""
     status = _STATUSES.get(error.status, error.status)
-    return anthropic_body(error_body(error)["error"], status)
+    return anthropic_body(to_builtins(error_fields(error)), status)
 
 
 class AnthropicErrors:

@@ -23,9 +23,9 @@ from mallee.api.messages.requests import (
 from mallee.api.messages.tools import marks_of
 from mallee.api.prompts import PromptReader, RenderedPrompt
 from mallee.api.serve import Server, json_response
-from mallee.api.terms import MAX_TENANT
 from mallee.api.text.conversation import Conversation
 from mallee.protocol.api.messages import CountRequest, MessagesRequest
+from mallee.protocol.api.shared import MAX_TENANT
 from mallee.protocol.errors import ContextLengthExceeded, InvalidParameter
 from mallee.protocol.ids import Scope
 from mallee.router.dispatch.jobs import QueueTerms

@@ -1,9 +1,9 @@
 """Anthropic's system prompts and messages, read into the normal form of a conversation."""
 
 import json
-from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
+from mallee.api.entry.decoding import read_part
 from mallee.api.messages.signatures import hidden_text
 from mallee.api.text.conversation import (
     MAX_MARKS,
@@ -17,11 +17,20 @@ from mallee.api.text.conversation import (
     sound_arguments,
     with_names,
 )
+from mallee.protocol.api.messages import (
+    AssistantMessage,
+    Block,
+    SystemMessage,
+    TextBlock,
+    Thinking,
+    ToolResult,
+    ToolUse,
+    UserMessage,
+)
 from mallee.protocol.errors import InvalidParameter
 
-ROLES: Final = ("user", "assistant", "system")
 ERROR: Final = "Error: "  # before the text of a result with is_error
-_MISSING: Final = {
+_HINTS: Final = {
     "image": "this model sees no images; describe them in text",
     "document": "this model reads no documents; give their text",
     "search_result": "give search results as text",
@@ -46,8 +55,10 @@ class Dialogue(NamedTuple):
 def read_dialogue(system: Any, messages: Any) -> Dialogue:
     """Messages of one role that follow each other are one. Raises InvalidParameter naming the place."""
     reader = _Reader()
-    if system is not None and (text := reader.text(system, "system")):
-        reader.add(Message("system", text), is_marked=bool(reader.marks))
+    if system is not None:
+        given = read_part(system, str | list[TextBlock], "system", _HINTS)
+        if text := reader.text(given):
+            reader.add(Message("system", text), is_marked=bool(reader.marks))
     if not isinstance(messages, list) or not messages:
         raise InvalidParameter("messages", messages, "give a list of at least one message")
     if (num := len(messages)) > MAX_MESSAGES:
@@ -115,115 +126,45 @@ class _Reader:
             self.marks += marks
 
     def _message(self, value: Any, param: str) -> None:
-        if not isinstance(value, dict):
-            raise InvalidParameter(param, value, 'a message is {"role": ..., "content": ...}')
-        role, content = value.get("role"), value.get("content")
-        if role not in ROLES:
-            raise InvalidParameter(f"{param}.role", role, f"give {', '.join(ROLES)}")
-        # Answers come back as they went out, with all their fields.
-        if role != "assistant" and (more := sorted(map(str, value.keys() - {"role", "content"}))):
-            raise InvalidParameter(
-                f"{param}.{more[0]}", value[more[0]], "a message has role, content"
-            )
-        param = f"{param}.content"
-        if role == "assistant":
-            self._assistant(content, param)
-        elif role == "user":
-            self._user(content, param)
-        else:
-            self.add(Message("system", self.text(content, param)))
-
-    def text(self, value: Any, param: str) -> str:
-        """A string or text blocks, joined by newlines."""
-        if isinstance(value, str):
-            return value
-        return "\n".join(
-            self._of_text(block, where) for block, where in self._blocks(value, param, ("text",))
-        )
-
-    def _blocks(
-        self, value: Any, param: str, known: tuple[str, ...]
-    ) -> list[tuple[dict[str, Any], str]]:
-        """(block, place) of content blocks, each of a known type."""
-        if not isinstance(value, list):
-            raise InvalidParameter(param, value, "give a string or a list of content blocks")
-        found = []
-        for i, block in enumerate(value):
-            where = f"{param}[{i}]"
-            kind = block.get("type") if isinstance(block, dict) else None
-            if kind not in known:
-                remedy = f"give blocks of type {', '.join(known)}"
-                if isinstance(kind, str):
-                    raise InvalidParameter(f"{where}.type", kind, _MISSING.get(kind, remedy))
-                raise InvalidParameter(where, block, remedy)
-            if (mark := block.get("cache_control")) is not None:
-                self.marks.append(mark)
-            found.append((block, where))
-        return found
-
-    def _of_text(self, block: dict[str, Any], param: str) -> str:
-        return _string(block, "text", param)
-
-    def _user(self, value: Any, param: str) -> None:
-        if isinstance(value, str):
-            self.add(Message("user", value))
+        given = read_part(value, UserMessage | AssistantMessage | SystemMessage, param, _HINTS)
+        role, content = given.__struct_config__.tag, given.content
+        if role == "system" or isinstance(content, str):
+            self.add(Message(role, self.text(content)))
             return
-        for block, where in self._blocks(value, param, ("text", "tool_result")):
-            if block["type"] == "text":
-                message = Message("user", self._of_text(block, where))
-            else:
-                message = self._result(block, where)
-            self.add(message, block.get("cache_control") is not None)
+        if not content and role == "assistant":
+            self.add(Message(role))
+        for i, block in enumerate(content):
+            self._mark(block)
+            message = self._part(role, block, f"{param}.content[{i}]")
+            self.add(message, block.cache_control is not None)
 
-    def _result(self, block: dict[str, Any], param: str) -> Message:
-        call_id = _string(block, "tool_use_id", param)
-        is_error, content = block.get("is_error"), block.get("content")
-        if is_error is not None and not isinstance(is_error, bool):
-            raise InvalidParameter(f"{param}.is_error", is_error, "give true or false")
-        text = "" if content is None else self.text(content, f"{param}.content")
-        return Message("tool", ERROR + text if is_error else text, tool_call_id=call_id)
+    def text(self, content: str | list[TextBlock]) -> str:
+        """A text, or text blocks joined by newlines."""
+        if isinstance(content, str):
+            return content
+        for block in content:
+            self._mark(block)
+        return "\n".join(block.text for block in content)
 
-    def _assistant(self, value: Any, param: str) -> None:
-        if isinstance(value, str):
-            self.add(Message("assistant", value))
-            return
-        parts: dict[str, Callable[[dict[str, Any], str], Message]] = {
-            "text": lambda block, where: Message("assistant", self._of_text(block, where)),
-            "thinking": _thinking,
-            "redacted_thinking": lambda *_: Message("assistant"),  # of another server, unreadable
-            "tool_use": _call,
-        }
-        blocks = self._blocks(value, param, tuple(parts))
-        if not blocks:
-            self.add(Message("assistant"))
-        for block, where in blocks:
-            message = parts[block["type"]](block, where)
-            self.add(message, block.get("cache_control") is not None)
+    def _mark(self, block: Block) -> None:
+        if block.cache_control is not None:
+            self.marks.append(block.cache_control)
 
-
-def _thinking(block: dict[str, Any], param: str) -> Message:
-    text, signature = _string(block, "thinking", param), block.get("signature")
-    if signature is not None and not isinstance(signature, str):
-        raise InvalidParameter(f"{param}.signature", signature, "give a string")
-    return Message("assistant", reasoning=text or hidden_text(signature or ""))
-
-
-def _call(block: dict[str, Any], param: str) -> Message:
-    call_id, name = _string(block, "id", param), _string(block, "name", param)
-    if not name:
-        raise InvalidParameter(f"{param}.name", name, "give the tool's name")
-    given = block.get("input")
-    if not isinstance(given, dict):
-        raise InvalidParameter(f"{param}.input", given, "give a JSON object")
-    arguments = read_arguments(given, f"{param}.input")
-    return Message("assistant", tool_calls=(ToolCall(call_id, name, arguments),))
-
-
-def _string(block: dict[str, Any], key: str, param: str) -> str:
-    found = block.get(key)
-    if not isinstance(found, str):
-        raise InvalidParameter(f"{param}.{key}", found, "give a string")
-    return found
+    def _part(self, role: str, block: Block, param: str) -> Message:
+        match block:
+            case TextBlock():
+                return Message(role, block.text)
+            case ToolResult():
+                text = "" if block.content is None else self.text(block.content)
+                shown = ERROR + text if block.is_error else text
+                return Message("tool", shown, tool_call_id=block.tool_use_id)
+            case ToolUse():
+                arguments = read_arguments(block.input, f"{param}.input")
+                return Message(role, tool_calls=(ToolCall(block.id, block.name, arguments),))
+            case Thinking():
+                reasoning = block.thinking or hidden_text(block.signature or "")
+                return Message(role, reasoning=reasoning)
+        return Message(role)  # of reasoning that can't be read
 
 
 def input_of(arguments: str) -> dict[str, Any]:

@@ -59,6 +59,9 @@ def document() -> dict[str, Any]:
     _, schemas = msgspec.json.schema_components(sorted(structs, key=str), ref_template=_REF)
     for schema in schemas.values():
         schema["description"] = cleandoc(schema.get("description", ""))
+        for field in schema["properties"].values():
+            if field.get("default", "") in (None, {}):
+                del field["default"]  # left out
     bodies = {each.body for each in OPERATIONS if _is_struct(each.body)}
     for kind in bodies:
         _refine(schemas[kind.__name__], kind)
@@ -94,8 +97,6 @@ def _refine(schema: dict[str, Any], kind: type[AnyBody]) -> None:
     """Add what holds for the fields of every request, and others' fields that are accepted."""
     fields: dict[str, Any] = schema["properties"]
     for name, field in fields.items():
-        if field.get("default", "") in (None, {}):
-            del field["default"]  # left out
         fields[name] = _nullable(field)
     fields.update(
         {name: {"description": "Changes nothing."} for name in OTHERS_HARMLESS - fields.keys()},
@@ -140,6 +141,8 @@ def _nullable(field: dict[str, Any]) -> dict[str, Any]:
     if "$ref" in field:
         rest = {name: value for name, value in field.items() if name != "$ref"}
         return {"anyOf": [{"$ref": field["$ref"]}, null], **rest}
+    if "enum" in field:
+        return {**field, "enum": [*dict.fromkeys([*field["enum"], None])]}
     if isinstance(field.get("type"), str):
         return {**field, "type": [field["type"], "null"]}
     return field

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from mallee.api.entry.asking import read_count
+from mallee.api.entry.decoding import read_part
 from mallee.api.responses.tools import arguments_of, full_name, read_namespace
 from mallee.api.text.conversation import (
     MAX_MESSAGES,
@@ -15,14 +16,24 @@ from mallee.api.text.conversation import (
     read_messages,
     with_names,
 )
+from mallee.protocol.api.responses import (
+    AnyItem,
+    CustomCallItem,
+    CustomResultItem,
+    FunctionCallItem,
+    FunctionResultItem,
+    MessageItem,
+    ReasoningItem,
+    Refusal,
+    Text,
+)
 from mallee.protocol.errors import BadRequest, InvalidParameter, MalleeError
 
-ROLES: Final = ("user", "assistant", "system", "developer")
 MAX_ITEMS: Final = 100  # of one page
 STATES: Final = ("in_progress", "completed", "incomplete")
-_CALLS: Final = "function_call, function_call_output, custom_tool_call, custom_tool_call_output"
-KINDS: Final = f"message, {_CALLS}, reasoning"
-_TEXTS: Final = ("input_text", "output_text", "text")
+_HINTS: Final = {
+    "item_reference": "name its response as previous_response_id, or give the item",
+}
 _SEALED: Final = "mallee1."  # begins `encrypted_content`
 
 
@@ -61,16 +72,10 @@ def _joined(parts: list[Message]) -> list[Message]:
 
 
 def _item(value: Any, param: str) -> dict[str, Any]:
+    """The item, whose type is a message's unless it says another."""
     if not isinstance(value, dict):
-        raise InvalidParameter(param, value, f"an item is an object of a type: {KINDS}")
-    kind = value.get("type", "message" if "role" in value else None)
-    if kind == "item_reference":
-        raise InvalidParameter(
-            f"{param}.type", kind, "name its response as previous_response_id, or give the item"
-        )
-    if not isinstance(kind, str) or kind not in _READERS:
-        raise InvalidParameter(f"{param}.type", kind, f"give one of {KINDS}")
-    return {**value, "type": kind}
+        raise InvalidParameter(param, value, 'give an object, such as {"role", "content"}')
+    return {"type": "message", **value} if "role" in value else {**value}
 
 
 def _known(value: Any, item: dict[str, Any], param: str, place: int) -> Message:
@@ -83,33 +88,25 @@ def _known(value: Any, item: dict[str, Any], param: str, place: int) -> Message:
 
 
 def _message(item: dict[str, Any], param: str) -> Message:
-    made: Message = _READERS[item["type"]](item, param)
-    return made
+    match read_part(item, AnyItem, param, _HINTS):
+        case MessageItem() as given:
+            return Message(given.role, _text(given.content))
+        case FunctionCallItem() as given:
+            return _call(given, given.arguments, param)
+        case CustomCallItem() as given:
+            return _call(given, arguments_of(given.input), param)
+        case FunctionResultItem() | CustomResultItem() as given:
+            return Message("tool", _text(given.output), tool_call_id=given.call_id)
+        case given:
+            return Message("assistant", reasoning=_reasoning(given, param))
 
 
-def _of_message(item: dict[str, Any], param: str) -> Message:
-    role = item.get("role")
-    if role not in ROLES:
-        raise InvalidParameter(f"{param}.role", role, f"give one of {', '.join(ROLES)}")
-    return Message(role, _text(item.get("content"), f"{param}.content"))
-
-
-def _of_custom_call(item: dict[str, Any], param: str) -> Message:
-    text = item.get("input")
-    if not isinstance(text, str):
-        raise InvalidParameter(f"{param}.input", text, "give a text")
-    return _of_call({**item, "arguments": arguments_of(text)}, param)
-
-
-def _of_call(item: dict[str, Any], param: str) -> Message:
-    name, namespace = item.get("name"), read_namespace(item, param)
+def _call(item: FunctionCallItem | CustomCallItem, arguments: Any, param: str) -> Message:
+    name = full_name(read_namespace(item.namespace, param), item.name)
     call = {
-        "id": _named(item, "call_id", param),
+        "id": item.call_id,
         "type": "function",
-        "function": {
-            "name": full_name(namespace, name) if isinstance(name, str) else name,
-            "arguments": item.get("arguments"),
-        },
+        "function": {"name": name, "arguments": arguments},
     }
     given = [{"role": "assistant", "tool_calls": [call]}]
     try:
@@ -119,56 +116,18 @@ def _of_call(item: dict[str, Any], param: str) -> Message:
     return found
 
 
-def _of_result(item: dict[str, Any], param: str) -> Message:
-    text = _text(item.get("output"), f"{param}.output")
-    return Message("tool", text, tool_call_id=_named(item, "call_id", param))
-
-
-def _of_reasoning(item: dict[str, Any], param: str) -> Message:
-    content, sealed = item.get("content"), item.get("encrypted_content")
+def _reasoning(item: ReasoningItem, param: str) -> str:
+    content, sealed_text = item.content, item.encrypted_content
     if content is not None:
         parts = content if isinstance(content, list) else [content]
-        texts = [each.get("text") if isinstance(each, dict) else None for each in parts]
-        if not all(isinstance(text, str) for text in texts):
-            remedy = 'give a list of {"type": "reasoning_text", "text": ...}'
-            raise InvalidParameter(f"{param}.content", content, remedy)
-        return Message("assistant", reasoning="".join(map(str, texts)))
-    return Message("assistant", reasoning="" if sealed is None else _unsealed(sealed, param))
+        return "".join(part.text for part in parts)
+    return "" if sealed_text is None else _unsealed(sealed_text, param)
 
 
-_READERS: Final = {
-    "message": _of_message,
-    "function_call": _of_call,
-    "function_call_output": _of_result,
-    "custom_tool_call": _of_custom_call,
-    "custom_tool_call_output": _of_result,
-    "reasoning": _of_reasoning,
-}
-
-
-def _named(item: dict[str, Any], key: str, param: str) -> str:
-    found = item.get(key)
-    if not isinstance(found, str) or not found:
-        raise InvalidParameter(f"{param}.{key}", found, "give the id of the call")
-    return found
-
-
-def _text(content: Any, param: str) -> str:
+def _text(content: Text) -> str:
     if isinstance(content, str):
         return content
-    if not isinstance(content, list):
-        raise InvalidParameter(param, content, "give a text, or a list of text parts")
-    texts: list[str] = []
-    for i, part in enumerate(content):
-        given = part if isinstance(part, dict) else {}
-        kind = given.get("type")
-        text = given.get("refusal" if kind == "refusal" else "text")
-        if kind not in (*_TEXTS, "refusal") or not isinstance(text, str):
-            raise InvalidParameter(
-                f"{param}[{i}]", part, 'only {"type": "input_text" or "output_text", "text": ...}'
-            )
-        texts.append(text)
-    return "\n".join(texts)
+    return "\n".join(part.refusal if isinstance(part, Refusal) else part.text for part in content)
 
 
 def sealed(reasoning: str) -> str:
@@ -176,9 +135,9 @@ def sealed(reasoning: str) -> str:
     return _SEALED + base64.b64encode(reasoning.encode(errors="replace")).decode()
 
 
-def _unsealed(value: Any, param: str) -> str:
+def _unsealed(value: str, param: str) -> str:
     try:
-        if not isinstance(value, str) or not value.startswith(_SEALED):
+        if not value.startswith(_SEALED):
             raise ValueError
         return base64.b64decode(value.removeprefix(_SEALED), validate=True).decode()
     except (ValueError, binascii.Error):
@@ -218,7 +177,7 @@ def _shown(item: dict[str, Any], name: str) -> dict[str, Any]:
             if kind == "custom_tool_call":
                 made["input"] = item["input"]
             else:
-                (call,) = _of_call(item, "").tool_calls
+                (call,) = _message(item, "").tool_calls
                 made["arguments"] = call.arguments
             if item.get("namespace") is not None:
                 made["namespace"] = item["namespace"]

@@ -94,9 +94,8 @@ def shown_tools(tools: Any) -> dict[str, Shown]:
     return {full_name(each.namespace, each.name): each for each in found}
 
 
-def read_namespace(item: dict[str, Any], param: str) -> str:
-    """The namespace that an item names; empty: none. Raises InvalidParameter."""
-    given = item.get("namespace")
+def read_namespace(given: Any, param: str) -> str:
+    """The namespace that `given` names, of what is at `param`; empty: none. Raises InvalidParameter."""
     if given is None:
         return ""
     if not isinstance(given, str) or NAME.fullmatch(given) is None:
@@ -108,7 +107,7 @@ def chat_choice(value: Any) -> Any:
     """`tool_choice` as chat requests have it. Raises InvalidParameter for tools that the server would run."""
     match value:
         case {"type": "function" | "custom", "name": str(name)}:
-            name = full_name(read_namespace(value, "tool_choice"), name)
+            name = full_name(read_namespace(value.get("namespace"), "tool_choice"), name)
             return {"type": "function", "function": {"name": name}}
         case {"type": "allowed_tools", "tools": list(tools), **more}:
             allowed = {"tools": [chat_choice(tool) for tool in tools], **more}

@@ -4,6 +4,7 @@ from typing import Any, Final
 
 import msgspec
 import xxhash
+from msgspec import to_builtins
 
 from mallee.api.answers import MAX_CHANCES, UsageCounter, extras
 from mallee.api.deltas import (
@@ -162,7 +163,10 @@ class Writer:
         """The last event, after `finish`; it has the whole body."""
         status = _ENDS.get(last.finish or "stop", "failed")
         self._settle(status, usage)
-        self.body["mallee"] = {**extras(last, names_workers=self._names_workers), **more}
+        self.body["mallee"] = {
+            **to_builtins(extras(last, names_workers=self._names_workers)),
+            **more,
+        }
         if self._dropped:
             self.body["mallee"]["dropped_tools"] = self._dropped
         if status == "completed":
@@ -206,14 +210,13 @@ class Writer:
             self.body["usage"] = self._usage(usage)
 
     def _usage(self, usage: UsageCounter) -> dict[str, Any]:
-        found = usage.body()
-        cached = found["prompt_tokens_details"]["cached_tokens"]
+        prompt, cached, completion = usage.counts
         return {
-            "input_tokens": found["prompt_tokens"],
+            "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
-            "output_tokens": found["completion_tokens"],
+            "output_tokens": completion,
             "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
-            "total_tokens": found["total_tokens"],
+            "total_tokens": prompt + completion,
         }
 
     def _count(self, delta: TextDelta) -> None:

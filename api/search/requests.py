@@ -1,14 +1,37 @@
 """The request of a search, read and checked before anything is computed."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
 from mallee.api.callbacks.callbacks import AllowedUrls
 from mallee.api.jobs import JobMaker
-from mallee.protocol.api.generate import ForkRequest
-from mallee.protocol.api.shared import AnyRequest
+from mallee.protocol.api.generate import (
+    ForkRequest,
+    LogitBias,
+    Penalty,
+    RepetitionPenalty,
+    Share,
+    Stop,
+    StopText,
+    Temperature,
+    TopK,
+    TopP,
+)
+from mallee.protocol.api.shared import (
+    OBJECT,
+    STRING,
+    AnyRequest,
+    Messages,
+    Prompt,
+    Seed,
+    Stream,
+    TemplateVariables,
+    Tools,
+    shape,
+)
 from mallee.protocol.errors import BadRequest, InvalidParameter
 from mallee.search.drawn import Ends
 from mallee.search.policies.named import read_policy
@@ -46,26 +69,47 @@ class SearchRequest(AnyRequest, frozen=True, kw_only=True):
     `max_tokens`), or one of the client's (`url`). A step with one of the texts `ends` ends an answer.
     """
 
-    prompt: Any = None
-    messages: Any = None
-    tools: Any = None
-    chat_template_kwargs: Any = None
-    capsule: str | None = None
-    policy: Any = None
-    score: Any = "mean_logprob"
-    seed: int | None = None
+    prompt: Prompt = None
+    messages: Messages = None
+    tools: Tools = None
+    chat_template_kwargs: TemplateVariables = None
+    capsule: Annotated[str | None, Meta(description="Where it begins, instead of a prompt.")] = None
+    policy: Annotated[
+        Any,
+        shape(
+            "`type` names it, its own fields beside: docs/api/search.md.",
+            required=["type"],
+            properties={"type": STRING},
+            **OBJECT,
+        ),
+    ] = None
+    score: Annotated[
+        Any,
+        shape(
+            "By log-probability, a verifier that asks the model, or a gateway by its URL.",
+            anyOf=[
+                {"enum": ["mean_logprob", "sum_logprob"]},
+                {**OBJECT, "required": ["prompt", "answers"]},
+                {**OBJECT, "required": ["url"]},
+            ],
+        ),
+    ] = "mean_logprob"
+    seed: Seed | None = None
     budget: SearchBudget | None = None
-    ends: list[str] = msgspec.field(default_factory=list)
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[str, float] = msgspec.field(default_factory=dict)
-    stop: str | list[str] | None = None
-    stream: bool = False
+    ends: Annotated[
+        tuple[StopText, ...],
+        Meta(max_length=MAX_ENDS, description="A step with one of these texts ends an answer."),
+    ] = ()
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: TopK = 0
+    min_p: Share = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    logit_bias: LogitBias = msgspec.field(default_factory=dict)
+    stop: Stop = None
+    stream: Stream = False
 
 
 class UrlScore(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -176,8 +220,8 @@ def _scoring(score: Any, urls: AllowedUrls) -> tuple[Scoring, Verifier | UrlScor
 
 def _ends(request: SearchRequest) -> Ends:
     stop = request.stop or ()
-    marks = tuple(request.ends)
-    if len(marks) > MAX_ENDS or sum(map(len, marks)) > MAX_END_CHARS or "" in marks:
-        remedy = f"give at most {MAX_ENDS} texts, of 1 to {MAX_END_CHARS} characters in all"
+    marks = request.ends
+    if sum(map(len, marks)) > MAX_END_CHARS:
+        remedy = f"give at most {MAX_END_CHARS} characters in all"
         raise InvalidParameter("ends", request.ends, remedy)
     return Ends((stop,) if isinstance(stop, str) else tuple(stop), marks)

@@ -28,15 +28,24 @@ import msgspec
 from bench.measure import machine, quiet
 from mallee.api.chat.reading import ChatReader
 from mallee.api.entry.bodies import Bodies
+from mallee.api.entry.decoding import read
 from mallee.api.jobs import JobMaker, Plan
 from mallee.api.messages.handlers import MessagesHandlers
+<<<<<<< HEAD
 from mallee.protocol.api.messages import MessagesRequest
 from mallee.api.prompts import PromptReader
 from mallee.protocol.api.responses import ResponseRequest
 from mallee.api.responses.turns import TurnMaker
 from mallee.protocol.api.generate import ChatRequest
+=======
+from mallee.api.prompts import PromptReader
+from mallee.api.responses.turns import TurnMaker
+>>>>>>> main
 from mallee.api.text.chat import ChatTemplate
 from mallee.api.text.tokenizer import Tokenizer
+from mallee.protocol.api.generate import ChatRequest
+from mallee.protocol.api.messages import MessagesRequest
+from mallee.protocol.api.responses import ResponseRequest
 from mallee.protocol.ids import COMMON, RequestId
 from mallee.protocol.model import ModelSpec
 from mallee.router.dispatch.jobs import NO_TERMS, GenerateJob
@@ -89,12 +98,18 @@ class Gateway:
 
     def plan(self, api: str, raw: bytes) -> Plan:
         if api == "chat":
-            chat = self._bodies.parse(raw, ChatRequest, "bench", MAX_VALUES)
+            chat = read(
+                self._bodies.decode(raw, ChatRequest, "bench", MAX_VALUES), ChatRequest
+            ).body
             return self._maker.chat(chat, COMMON, NO_TERMS)
         if api == "messages":
-            message = self._bodies.parse(raw, MessagesRequest, "bench", MAX_VALUES)
+            message = read(
+                self._bodies.decode(raw, MessagesRequest, "bench", MAX_VALUES), MessagesRequest
+            ).body
             return self._messages._plan(message, COMMON, NO_TERMS)[0]
-        body = self._bodies.parse(raw, ResponseRequest, "bench", MAX_VALUES)
+        body = read(
+            self._bodies.decode(raw, ResponseRequest, "bench", MAX_VALUES), ResponseRequest
+        ).body
         return self._turns.plan(body, COMMON, NO_TERMS, None, has_capsule=False).plan
 
 

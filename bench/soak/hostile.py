@@ -8,9 +8,9 @@ from urllib.parse import quote
 
 from bench.failover.streams import MODEL
 from bench.soak.raw import HUNG, NO_ANSWER, Answer
-from mallee.protocol.api.shared import OTHERS_NEUTRAL
 from mallee.protocol.api.capsules import CapsuleRequest
 from mallee.protocol.api.generate import ChatRequest, CompletionRequest, ForkRequest
+from mallee.protocol.api.shared import OTHERS_NEUTRAL
 
 POSTS: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     ("/v1/completions", CompletionRequest.__struct_fields__),

@@ -38,6 +38,11 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
 TopK = Annotated[int, Meta(ge=-1, description="0 and -1: off.")]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+RepetitionPenalty = Annotated[float, Meta(gt=0, le=100)]
+LogitBias = Annotated[
+    dict[str, Annotated[float, Meta(ge=-100, le=100)]],
+    Meta(max_length=MAX_LOGIT_BIAS, description="-100 to 100 by token id."),
+]
 Branches = Annotated[int, Meta(ge=1, description="Branches of each prompt.")]
 MaxTokens = Annotated[Tokens | None, Meta(description="At most so many tokens of an answer.")]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
@@ -69,13 +74,10 @@ class SamplingFields(AnyRequest, frozen=True, kw_only=True):
     top_p: TopP = 1.0
     top_k: TopK = 0
     min_p: Share = 0.0
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0
+    repetition_penalty: RepetitionPenalty = 1.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    logit_bias: Annotated[
-        dict[str, Annotated[float, Meta(ge=-100, le=100)]],
-        Meta(max_length=MAX_LOGIT_BIAS, description="-100 to 100 by token id."),
-    ] = msgspec.field(default_factory=dict)
+    logit_bias: LogitBias = msgspec.field(default_factory=dict)
     seed: Seed | None = None
     stop: Stop = None
     stop_token_ids: Annotated[
@@ -146,7 +148,7 @@ class ForkRequest(SamplingFields, frozen=True, kw_only=True):
             items={"anyOf": SUFFIX},
         ),
     ] = None
-    n: Annotated[int | None, Meta(description="Branches without suffixes.")] = None
+    n: Annotated[Tokens | None, Meta(description="Branches without suffixes.")] = None
     at: Annotated[Tokens | None, Meta(description="Only the capsule's first so many tokens.")] = (
         None
     )
@@ -196,15 +198,6 @@ class DetokenizeRequest(AnyRequest, frozen=True, kw_only=True):
 # Answers
 
 
-class TextLogprobs(Body, frozen=True, kw_only=True):
-    """Of completions: lists that are parallel to the tokens."""
-
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None] | None
-    text_offset: list[int]
-
-
 class InjectedExtras(Body, frozen=True, kw_only=True):
     """`mallee` of a choice that goes on."""
 
@@ -241,7 +234,7 @@ class ChatMessage(Body, frozen=True, kw_only=True):
 
     role: Literal["assistant"]
     content: str | None
-    refusal: None = None
+    refusal: str | None = None
     reasoning_content: str = OMITTED
     reasoning: str = OMITTED
     tool_calls: list[Call] = OMITTED
@@ -283,25 +276,25 @@ class Chunk(AnyAnswer, frozen=True, kw_only=True):
 
 
 class Completion(AnyAnswer, frozen=True, kw_only=True):
-    object: Literal["text_completion"]
+    object: Literal["text_completion"] = "text_completion"
     choices: list[TextChoice]
     usage: UsageBody
 
 
 class Chat(AnyAnswer, frozen=True, kw_only=True):
-    object: Literal["chat.completion"]
+    object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
     usage: UsageBody
 
 
 class Fork(AnyAnswer, frozen=True, kw_only=True):
-    object: Literal["capsule.fork"]
+    object: Literal["capsule.fork"] = "capsule.fork"
     choices: list[TextChoice]
     usage: UsageBody
 
 
 class Restore(AnyAnswer, frozen=True, kw_only=True):
-    object: Literal["capsule.restore"]
+    object: Literal["capsule.restore"] = "capsule.restore"
     choices: list[TextChoice]
     usage: UsageBody
 
@@ -321,12 +314,12 @@ class Detokenized(Body, frozen=True, kw_only=True):
 
 class Model(Body, frozen=True, kw_only=True):
     id: str
-    object: Literal["model"]
+    object: Literal["model"] = "model"
     created: int
-    owned_by: str
+    owned_by: str = "mallee"
     max_model_len: int
 
 
 class ModelList(Body, frozen=True, kw_only=True):
-    object: Literal["list"]
+    object: Literal["list"] = "list"
     data: list[Model]

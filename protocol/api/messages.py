@@ -2,6 +2,7 @@
 
 from typing import Annotated, Any, ClassVar, Final, Literal
 
+import msgspec
 from msgspec import Meta
 
 from mallee.protocol.api.generate import MAX_STOPS, StopText, TopP
@@ -21,6 +22,65 @@ from mallee.protocol.api.shared import (
 )
 
 EFFORTS: Final = ("low", "medium", "high", "xhigh", "max")
+
+
+class Block(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
+    """A part of a message. Answers come back as they went out, with fields that change nothing here."""
+
+    cache_control: Any = None
+
+
+class TextBlock(Block, frozen=True, kw_only=True, tag="text"):
+    text: str
+
+
+class ToolResult(Block, frozen=True, kw_only=True, tag="tool_result"):
+    tool_use_id: str
+    content: str | list[TextBlock] | None = None
+    is_error: bool | None = None
+
+
+class ToolUse(Block, frozen=True, kw_only=True, tag="tool_use"):
+    id: str
+    name: Annotated[str, Meta(min_length=1)]
+    input: dict[str, Any]
+
+
+class Thinking(Block, frozen=True, kw_only=True, tag="thinking"):
+    thinking: str
+    signature: str | None = None
+
+
+class RedactedThinking(Block, frozen=True, kw_only=True, tag="redacted_thinking"):
+    """Another server's, which can't be read here."""
+
+
+class SystemMessage(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    tag_field="role",
+    tag="system",
+    forbid_unknown_fields=True,
+):
+    content: str | list[TextBlock]
+
+
+class UserMessage(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    tag_field="role",
+    tag="user",
+    forbid_unknown_fields=True,
+):
+    content: str | list[TextBlock | ToolResult]
+
+
+class AssistantMessage(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="role", tag="assistant"
+):
+    content: str | list[TextBlock | Thinking | RedactedThinking | ToolUse]
 
 
 class CountRequest(AnyRequest, frozen=True, kw_only=True):

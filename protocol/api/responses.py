@@ -2,6 +2,7 @@
 
 from typing import Annotated, Any, ClassVar, Final, Literal
 
+import msgspec
 from msgspec import Meta
 
 from mallee.protocol.api.generate import (
@@ -45,6 +46,84 @@ Metadata = Annotated[
 NewItems = Annotated[
     Any, shape(f"Up to {MAX_NEW_ITEMS}, as `input`.", maxItems=MAX_NEW_ITEMS, **OBJECTS)
 ]
+CallId = Annotated[str, Meta(min_length=1)]
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
+    """A part of a text in an item."""
+
+
+class InputText(Part, frozen=True, kw_only=True, tag="input_text"):
+    text: str
+
+
+class OutputText(Part, frozen=True, kw_only=True, tag="output_text"):
+    text: str
+
+
+class PlainText(Part, frozen=True, kw_only=True, tag="text"):
+    text: str
+
+
+class Refusal(Part, frozen=True, kw_only=True, tag="refusal"):
+    refusal: str
+
+
+Text = str | list[InputText | OutputText | PlainText | Refusal]
+
+
+class ReasoningText(msgspec.Struct, frozen=True, kw_only=True):
+    text: str
+
+
+class Item(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
+    """A part of a conversation. Items come back as they went out, with fields that change nothing here."""
+
+
+class MessageItem(Item, frozen=True, kw_only=True, tag="message"):
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Text
+
+
+class FunctionCallItem(Item, frozen=True, kw_only=True, tag="function_call"):
+    call_id: CallId
+    name: str
+    arguments: Any = None
+    namespace: str | None = None
+
+
+class CustomCallItem(Item, frozen=True, kw_only=True, tag="custom_tool_call"):
+    call_id: CallId
+    name: str
+    input: str
+    namespace: str | None = None
+
+
+class FunctionResultItem(Item, frozen=True, kw_only=True, tag="function_call_output"):
+    call_id: CallId
+    output: Text
+
+
+class CustomResultItem(Item, frozen=True, kw_only=True, tag="custom_tool_call_output"):
+    call_id: CallId
+    output: Text
+
+
+class ReasoningItem(Item, frozen=True, kw_only=True, tag="reasoning"):
+    """`encrypted_content`: as this server made it, for a client that stores nothing to send back."""
+
+    content: list[ReasoningText] | ReasoningText | None = None
+    encrypted_content: str | None = None
+
+
+AnyItem = (
+    MessageItem
+    | FunctionCallItem
+    | CustomCallItem
+    | FunctionResultItem
+    | CustomResultItem
+    | ReasoningItem
+)
 Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 
 

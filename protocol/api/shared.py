@@ -55,6 +55,7 @@ OTHERS_NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "moderation": (),
     "parallel_tool_calls": (True, False),
     "prediction": (),
+    "prompt": (),
     "prompt_logprobs": (),
     "reasoning_effort": ("none",),
     "return_tokens_as_token_ids": (False,),

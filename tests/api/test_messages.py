@@ -299,8 +299,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
     ({"container": "c"}, "container"),
     ({"output_config": {"size": 1}}, "output_config.size"),
-    ({"no_such_field": 1}, "no_such_field"),
-    ({"stop_sequences": [""]}, "stop_sequences"),
+    ({"stop_sequences": [""]}, "stop_sequences[0]"),
     ({"system": [{"type": "image"}]}, "system[0].type"),
     ({"metadata": {"user_id": 1}}, "metadata"),
 ]

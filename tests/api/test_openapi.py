@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mallee.api import schemas
-from mallee.api.answers import prediction_tokens
 from mallee.api.openapi.document import document, statuses, template
 from mallee.api.openapi.operations import OPERATIONS, Operation
 from mallee.gateway.access.access import Access
+from mallee.protocol.api.shared import OTHERS_HARMLESS, OTHERS_NEUTRAL
 from mallee.runtime.config import HttpSettings
 from support.examples import examples
 from support.fuzzing import SCHEMAS, FuzzedApi, Oracle, ask_of, asks, fuzzed_api
@@ -66,8 +65,7 @@ def test_requests_are_described_field_by_field() -> None:
             name for name in kind.__struct_fields__ if not set(described[name]) - {"description"}
         ]
         assert not vague, kind
-        if issubclass(kind, schemas.AnyRequest):
-            assert set(described) >= schemas.HARMLESS | schemas.NEUTRAL.keys()
+        assert set(described) >= OTHERS_HARMLESS | OTHERS_NEUTRAL.keys()
 
 
 @pytest.mark.parametrize("operation", [e for e in OPERATIONS if e.body is not None], ids=name)
@@ -185,11 +183,3 @@ def test_no_request_is_our_bug(api: FuzzedApi, data: st.DataObject) -> None:
     """I17, part, F30, part: every answer is one that the document has, and none is a 500."""
     operation = data.draw(st.sampled_from(OPERATIONS), label="operation")
     api.check(data.draw(asks(operation, api)))
-
-
-def test_usage_describes_the_drafted_tokens() -> None:
-    """As `prediction_tokens` writes them."""
-    schemas_of = document()["components"]["schemas"]
-    assert "completion_tokens_details" in schemas_of["UsageBody"]["properties"]
-    assert "completion_tokens_details" not in schemas_of["UsageBody"]["required"]
-    assert schemas_of["CompletionDetails"]["properties"].keys() == prediction_tokens((3, 1)).keys()

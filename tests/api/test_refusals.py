@@ -40,7 +40,7 @@ BAD: dict[str, list[Any]] = {
     "top_p": [0, 1.01],
     "top_k": [-2],
     "seed": [1 << 63, -(1 << 63) - 1, 10**400, "1"],
-    "stop": ["", ["a", ""], ["a"] * 17, 5],
+    "stop": ["", ["a"] * 17, 5],
     "ignore_eos": [1],
     "min_p": [-0.1, 1.1],
     "repetition_penalty": [0],
@@ -83,6 +83,19 @@ def test_a_bad_value_is_refused_with_its_field_named(call: Any, field: str, valu
         ({"prompt": "a", "stop_token_ids": [0, 999]}, "stop_token_ids[1]"),
         ({"prompt": "a", "stop_token_ids": ["x"]}, "stop_token_ids[0]"),
         ({"prompt": "a", "stop": ["x", 1]}, "stop[1]"),
+        ({"prompt": "a", "stop": ["x", ""]}, "stop[1]"),
+        ({"prompt": "a", "mallee": {"budget": {"tokens": 0}}}, "mallee.budget.tokens"),
+        ({"prompt": "a", "mallee": {"stop_when": {"regex": ""}}}, "mallee.stop_when.regex"),
+        ({"prompt": "a", "mallee": {"stop_when": {"regex": "a" * 600}}}, "mallee.stop_when.regex"),
+        ({"prompt": "a", "mallee": {"stop_when": {"done": 0}}}, "mallee.stop_when.done"),
+        (
+            {"prompt": "a", "mallee": {"stop_when": {"logprob": {"below": 0.5}}}},
+            "mallee.stop_when.logprob.below",
+        ),
+        (
+            {"prompt": "a", "mallee": {"stop_when": {"logprob": {"below": -1, "tokens": 0}}}},
+            "mallee.stop_when.logprob.tokens",
+        ),
         ({}, "prompt"),
         ({"prompt": ["a"] * 65, "n": 2}, "n"),
         ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
@@ -118,17 +131,76 @@ KINDS = {
 }
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "remedy"),
+    [
+        ("temperature", 2.5, "give 0 to 2"),
+        ("top_p", 0, "give more than 0, up to 1"),
+        ("max_tokens", 0, "give at least 1"),
+        ("stop", ["a"] * 17, "give 1 or more characters, or 0 to 16 values"),
+        ("stop_token_ids", [1] * 1025, "give 0 to 1024 values"),
+        ("user", 5, "Expected `str`, got `int`"),
+        ("logit_bias", {"5": 101}, "give -100 to 100"),
+    ],
+)
+def test_a_refusal_says_the_range(call: Any, field: str, value: Any, remedy: str) -> None:
+    """From the declaration of the field: its place, its value, and what may be given."""
+    answer = call("POST", COMPLETIONS, {"prompt": "abc", field: value})
+    message = check_error(answer, 400, "invalid_request_error", field)
+    assert message.endswith(remedy)
+
+
 @pytest.mark.parametrize("path", KINDS)
-def test_unknown_fields_are_refused_by_name(call: Any, path: str) -> None:
+def test_unknown_fields_are_refused_by_name_where_they_are_ours(call_with: Any, path: str) -> None:
+    """Of Mallee's own paths and objects; of others' paths too, if the setting says so."""
     asked: list[tuple[dict[str, Any], str, str]] = [
         ({"max_token": 5}, "max_token", "max_token"),
         ({"mallee": {"prio": 1}}, "mallee", "prio"),
     ]
     if path != "/v1/capsules":  # which has no stream
-        asked.append(({"stream_options": {"include_all": 1}}, "stream_options", "include_all"))
-    for fields, param, name in asked:
-        message = check_error(call("POST", path, fields), 400, "invalid_request_error", param)
-        assert name in message
+        option = "stream_options.include_all"
+        asked.append(({"stream_options": {"include_all": 1}}, option, "include_all"))
+    for setting in ("ours", "all"):
+        call = call_with(HttpSettings(strict=setting))
+        for fields, param, name in asked:
+            if setting == "ours" and not path.startswith("/v1/capsules") and param != "mallee":
+                continue
+            answer = call("POST", path, fields)
+            assert name in check_error(answer, 400, "invalid_request_error", param)
+
+
+def test_unknown_fields_of_others_paths_are_ignored_and_named(call: Any) -> None:
+    """The answer is that without them, whole or streamed; its header `warnings` names them."""
+    unknown = {"max_token": 5, "foo\r\nbar": None, "über": {"a": 1}, "stream_options": {"more": 1}}
+    body = {"prompt": "abc", "max_tokens": 5, "seed": 1, "stream": True}
+    plain = call.raw("POST", COMPLETIONS, json=body)
+    assert "warnings" not in plain.headers
+    answer = call.raw("POST", COMPLETIONS, json={**body, **unknown})
+    assert answer.status_code == 200
+    told = answer.headers["warnings"]
+    assert told == (
+        "fields that this server does not know were ignored: 'max_token', '\\xfcber',"
+        " 'stream_options.more'"
+    )
+    for kind, asked in (
+        (CHAT, {"messages": MESSAGES}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/conversations", {"metadata": {"a": "b"}}),
+        ("/tokenize", {"prompt": "a"}),
+        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 4}),
+    ):
+        answer = call.raw("POST", kind, json={**asked, "a\nb": 1})
+        assert answer.status_code == 200, answer.text
+        assert "'a\\nb'" in answer.headers["warnings"]
+
+
+def test_many_unknown_fields_are_named_in_part(call: Any) -> None:
+    many = {f"field{i:03}{'x' * 500}": i for i in range(40)}
+    answer = call.raw("POST", COMPLETIONS, json={"prompt": "a", **many})
+    assert answer.status_code == 200
+    told = answer.headers["warnings"]
+    assert told.endswith(", and 24 more")
+    assert len(told) < 4000
 
 
 def test_what_does_not_fit_the_window_is_refused_with_all_numbers(call: Any) -> None:
@@ -151,6 +223,7 @@ def test_another_model_is_not_found(call: Any) -> None:
         (COMPLETIONS, {"prompt": "a"}),
         (CHAT, {"messages": MESSAGES}),
         ("/tokenize", {"prompt": "a"}),
+        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 4}),
         ("/detokenize", {"tokens": [1]}),
     ):
         answer = call("POST", path, {**body, "model": "gpt-9"})

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mallee.api.branches.conditions import BranchConditions, Conditions, read_conditions
 from mallee.api.callbacks.callbacks import AllowedUrls
 from mallee.api.text.chat import ChatTemplate
-from mallee.protocol.api.shared import LogprobFields, StopWhenFields
+from mallee.protocol.api.shared import StopWhenFields
 from mallee.protocol.errors import InvalidParameter
 from mallee.testing.random_model import random_model
 from support.tiny_fleet import post, tiny_api, two_gateways
@@ -213,16 +213,11 @@ def test_no_expression_takes_long_or_much(regex: str) -> None:
     ("fields", "named"),
     [
         (StopWhenFields(), "stop_when"),
-        (StopWhenFields(regex=""), "regex"),
-        (StopWhenFields(regex="a" * 600), "600 characters"),
         (StopWhenFields(regex="a)|(b"), "regex"),
         (StopWhenFields(regex="(?=a)b"), "regex"),
         (StopWhenFields(regex="^a"), "regex"),
         (StopWhenFields(regex="a*"), "empty text"),
         (StopWhenFields(done=3), "1 to 2"),
-        (StopWhenFields(done=0), "1 to 2"),
-        (StopWhenFields(logprob=LogprobFields(below=0.5)), "below"),
-        (StopWhenFields(logprob=LogprobFields(below=-1, tokens=0)), "tokens"),
     ],
 )
 def test_conditions_that_cannot_be_are_refused_by_name(fields: Any, named: str) -> None:

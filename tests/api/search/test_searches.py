@@ -205,7 +205,7 @@ async def test_what_is_no_search_is_refused_before_anything_is_computed() -> Non
         ({**mcts, "score": {"url": 1}}, "score"),
         ({**mcts, "temperature": 3}, "temperature"),
         ({**mcts, "stop": ["x"] * 17}, "stop"),
-        ({**mcts, "ends": [""]}, "ends"),
+        ({**mcts, "ends": [""]}, "ends[0]"),
         ({**mcts, "budget": {"tokens": 0}}, "budget.tokens"),
         ({**mcts, "mallee": {"keep": True}}, "mallee.keep"),
         ({**mcts, "mallee": {"budget": {"tokens": 9}}}, "mallee.budget"),
