@@ -770,13 +770,11 @@ class AsyncCapsule:
 
     def rewind(self, to: int, *, ttl_s: float | None = None) -> "PendingCapsule":
         """A capsule of the first `to` tokens; this one stays as it is."""
-        params = {"to": to, "ttl_s": ttl_s, "cache_salt": self._cache_salt}
-        return self._client._capsule(calls.rewind(self.id, params), is_open=False)
+        return self._changed("rewind", is_open=False, to=to, ttl_s=ttl_s)
 
     def pin(self, *, ttl_s: float | None = None) -> "PendingCapsule":
         """Keep it until it is deleted or unused for `ttl_s`. Raises CapsulesFull."""
-        params = {"ttl_s": ttl_s, "cache_salt": self._cache_salt}
-        return self._client._capsule(calls.pin(self.id, params), is_open=self.is_open)
+        return self._changed("pin", is_open=self.is_open, ttl_s=ttl_s)
 
     def unpin(self) -> "PendingCapsule":
         """Keep it only while there is room."""
@@ -788,18 +786,20 @@ class AsyncCapsule:
 
         Returns once it is there. Raises InvalidParameter if the worker has no such tier, TierFull.
         """
-        params = {"tier": tier, "cache_salt": self._cache_salt}
-        return self._client._capsule(calls.demote(self.id, params), is_open=self.is_open)
+        return self._changed("demote", is_open=self.is_open, tier=tier)
 
     def promote(self) -> "PendingCapsule":
         """Bring it back to the device ahead of its next fork. Returns once it is there."""
-        call = calls.promote(self.id, {"cache_salt": self._cache_salt})
-        return self._client._capsule(call, is_open=self.is_open)
+        return self._changed("promote", is_open=self.is_open)
+
+    def _changed(self, verb: str, *, is_open: bool, **params: Any) -> "PendingCapsule":
+        call = calls.change(self.id, verb, {**params, "cache_salt": self._cache_salt})
+        return self._client._capsule(call, is_open=is_open)
 
     async def prune(self) -> list[str]:
         """Cancel all that went on from it, and forget the capsules that this left; returns their requests."""
-        answer = await self._client._send(calls.prune_below(self.id, self._cache_salt))
-        return list(answer["requests"])
+        call = calls.change(self.id, "prune", {"cache_salt": self._cache_salt})
+        return list((await self._client._send(call))["requests"])
 
     async def delete(self) -> None:
         """Forget the state. Raises UnknownCapsule if it is gone already."""
@@ -908,7 +908,9 @@ class AsyncBranch(BranchState):
         Raises NoCapsule, CapsulesFull.
         """
         params = {"ttl_s": ttl_s, "cache_salt": self.cache_salt}
-        return self._asking._capsule(calls.pin(self.need_capsule(), params), is_open=False)
+        return self._asking._capsule(
+            calls.change(self.need_capsule(), "pin", params), is_open=False
+        )
 
     def capture(self, *, ttl_s: float | None = None) -> PendingCapsule:
         """A capsule of the running branch at its next token; it goes on as if nothing had happened.

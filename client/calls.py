@@ -308,6 +308,12 @@ def restore(capsule: str, params: Mapping[str, Any]) -> Call:
     return Call("POST", path, _streamed(dict(params)), params.get("cache_salt"))
 
 
+def change(capsule: str, verb: str, params: Mapping[str, Any]) -> Call:
+    """A capsule's rewind, pin, demotion, promotion, or the prune below it."""
+    path = f"{_capsule_path(capsule)}/{verb}"
+    return Call("POST", path, _given(dict(params)), params.get("cache_salt"))
+
+
 def _request_path(request: str) -> str:
     return f"/v1/requests/{_quoted(request)}"
 
@@ -348,32 +354,8 @@ def capsule_text(capsule: str, start: int, cache_salt: str | None) -> Call:
     return Call("GET", f"{_capsule_path(capsule)}/text{query}", cache_salt=cache_salt)
 
 
-def rewind(capsule: str, params: Mapping[str, Any]) -> Call:
-    """A capsule of the beginning of another."""
-    return _about(capsule, "rewind", params)
-
-
-def prune_below(capsule: str, cache_salt: str | None) -> Call:
-    """An end of all that went on from a capsule."""
-    return _about(capsule, "prune", {"cache_salt": cache_salt})
-
-
-def pin(capsule: str, params: Mapping[str, Any]) -> Call:
-    return _about(capsule, "pin", params)
-
-
 def unpin(capsule: str, cache_salt: str | None = None) -> Call:
     return Call("DELETE", f"{_capsule_path(capsule)}/pin", cache_salt=cache_salt)
-
-
-def demote(capsule: str, params: Mapping[str, Any]) -> Call:
-    """Move a capsule to `params["tier"]`."""
-    return _about(capsule, "demote", params)
-
-
-def promote(capsule: str, params: Mapping[str, Any]) -> Call:
-    """Bring a capsule back to the device."""
-    return _about(capsule, "promote", params)
 
 
 def export(capsule: str, cache_salt: str | None = None) -> Call:
@@ -431,11 +413,6 @@ def _quoted(name: str) -> str:
 
 def _capsule_path(capsule: str) -> str:
     return f"/v1/capsules/{_quoted(capsule)}"
-
-
-def _about(capsule: str, verb: str, params: Mapping[str, Any]) -> Call:
-    path = f"{_capsule_path(capsule)}/{verb}"
-    return Call("POST", path, _given(dict(params)), params.get("cache_salt"))
 
 
 def query_of(params: Mapping[str, Any]) -> str:
