@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -36,6 +36,12 @@ class ToolCall:
     id: str
     name: str
     arguments: str
+
+
+_AT_END: Final = (  # of a choice's `mallee`: what a branch has once it has ended
+    *("worker", "capsule", "boundary", "kept", "cached_tokens", "prefill_tokens"),
+    *("completion_tokens", "accepted_prediction_tokens", "rejected_prediction_tokens"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,16 +122,8 @@ class BranchState:
             if values is not None:
                 self.logprobs.setdefault(name, []).extend(values)
         if event.finish_reason is not None:
-            self.finish_reason = event.finish_reason
-            self.worker = event.worker
-            self.capsule = event.capsule
-            self.boundary, self.kept = event.boundary, event.kept
-            self.cached_tokens = event.cached_tokens
-            self.prefill_tokens = event.prefill_tokens
-            self.completion_tokens = event.completion_tokens
-            self.accepted_prediction_tokens = event.accepted_prediction_tokens
-            self.rejected_prediction_tokens = event.rejected_prediction_tokens
-            self.score_error = event.score_error
+            for name in ("finish_reason", "score_error", *_AT_END):
+                setattr(self, name, getattr(event, name))
             if event.score is not None:
                 self.score = event.score
 
@@ -203,21 +201,13 @@ def choice_events(body: Mapping[str, Any]) -> Iterator[BranchEvent]:
             index=choice["index"],
             text=text,
             finish_reason=finish,
-            worker=ours.get("worker"),
-            capsule=ours.get("capsule"),
-            cached_tokens=ours.get("cached_tokens"),
-            prefill_tokens=ours.get("prefill_tokens"),
             logprobs=logprobs,
-            boundary=ours.get("boundary"),
-            kept=ours.get("kept"),
-            accepted_prediction_tokens=ours.get("accepted_prediction_tokens"),
-            rejected_prediction_tokens=ours.get("rejected_prediction_tokens"),
             reasoning=reasoning,
             tool_calls=tool_calls,
             injected=injected,
             score=ours.get("score"),
             score_error=ours.get("score_error") or "",
-            completion_tokens=ours.get("completion_tokens"),
+            **{name: ours.get(name) for name in _AT_END},
         )
 
 
