@@ -16,7 +16,6 @@ from mallee.protocol.errors import (
     MalleeError,
     NotFound,
     shown,
-    type_of,
 )
 
 RETRY_AFTER_S = 1
@@ -59,14 +58,6 @@ UNSERVED: Final = {
     "/v1/messages/batches": "batches",
     "/v1/complete": "text completions of Anthropic's",
 }
-
-
-def from_answer(status: int, raw: bytes) -> MalleeError:
-    """The error that an answer of this API tells, with its own type."""
-    error = msgspec.json.decode(raw)["error"]
-    kind = type_of(error["code"]) or (BadRequest if status < 500 else InternalError)
-    fields = {} if error["param"] is None else {"param": error["param"]}
-    return kind.with_message(error["message"], **fields)
 
 
 class BodyTooLarge(BadRequest):

@@ -28,6 +28,7 @@ from mallee.api.jobs import Plan
 from mallee.api.sse import MAX_RUN, EventStream, unless_gone
 from mallee.api.text.tokenizer import Tokenizer
 from mallee.gateway.access.access import Caller
+from mallee.gateway.access.quotas import Visit
 from mallee.gateway.capsules.capsules import CapsuleInfo
 from mallee.gateway.gateway import Gateway
 from mallee.gateway.requests.deltas import Delta
@@ -139,18 +140,24 @@ class Server:
         with caller.visit.making(plan.prompt_tokens, self.gateway.capsules.is_kept) as keep:
             return UsageCounter(plan.prompt_tokens, charge, keep)
 
+    async def make(self, job: PrefillJob, visit: Visit, prepare_s: float = 0.0) -> Delta:
+        """The last delta of `job`, which names the capsule; it counts in `visit`. Raises MalleeError."""
+        tokens = len(job.tokens)
+        with visit.making(tokens, self.gateway.capsules.is_kept) as keep:
+            visit.begin(1, tokens)
+            made = await prefill(self.gateway, job, prepare_s, self._prefill_name(job))
+            assert made.capsule is not None
+            keep(made.capsule)
+        return made
+
     async def capsule(
         self, request: Request, job: PrefillJob, file_nbytes: int | None = None
     ) -> Response:
         """The answer to `POST /v1/capsules`, or to an import of so many bytes. Raises as `answer`."""
         caller, tokens = caller_of(request), len(job.tokens)
-        with caller.visit.making(tokens, self.gateway.capsules.is_kept) as keep:
-            caller.visit.begin(1, tokens)
-            making = prefill(self.gateway, job, age_s(request), self._prefill_name(job))
-            made = await unless_gone(request.receive, making)
-            assert made.capsule is not None
-            assert made.worker is not None
-            keep(made.capsule)
+        made = await unless_gone(request.receive, self.make(job, caller.visit, age_s(request)))
+        assert made.capsule is not None
+        assert made.worker is not None
         info = CapsuleInfo(made.capsule, made.worker, made.boundary, self.clock())
         imported = OMITTED
         if file_nbytes is not None:
@@ -253,6 +260,23 @@ class Server:
             raise
         return TextStream(streams, plan, self.tokenizer, watch)
 
+    async def read(
+        self, plan: Plan, prepare_s: float, take: Callable[[TextDelta], None]
+    ) -> TextStream:
+        """The answer, which has come to its end: `take` had each delta. Raises MalleeError."""
+        text, owed = await self.start(plan, prepare_s), 0
+        cost = LOGPROBS_COST if plan.logprobs else 1
+        try:
+            async for delta in text:
+                take(delta)
+                owed += delta.num_tokens * cost
+                if owed >= TURN_TOKENS:
+                    owed = 0
+                    await asyncio.sleep(0)  # nothing else suspends while there is a backlog
+        finally:
+            await text.aclose()
+        return text
+
     def bound(self, plan: Plan, after: CapsuleId | None = None) -> Bound | None:
         """The account that bounds a plan: its own, its capsule's (or that of `after`), its session's."""
         job = plan.jobs[0]  # of all
@@ -286,21 +310,14 @@ class Server:
         self, plan: Plan, prepare_s: float, answer_format: AnswerFormat, caller: Caller
     ) -> Response:
         token_bytes = self.tokenizer.token_bytes if plan.logprobs else None
-        cost = LOGPROBS_COST if plan.logprobs else 1
         answer = answer_format.begin_whole(plan, token_bytes, names_workers=caller.is_operator)
         usage = self._usage(plan, caller)
-        text = await self.start(plan, prepare_s)
-        owed = 0
-        try:
-            async for delta in text:
-                answer.add(delta)
-                usage.add(delta)
-                owed += delta.num_tokens * cost
-                if owed >= TURN_TOKENS:
-                    owed = 0
-                    await asyncio.sleep(0)  # nothing else suspends while there is a backlog
-        finally:
-            await text.aclose()
+
+        def take(delta: TextDelta) -> None:
+            answer.add(delta)
+            usage.add(delta)
+
+        text = await self.read(plan, prepare_s, take)
         choices = []
         for choice in answer.choices():
             choices.append(choice)

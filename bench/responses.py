@@ -26,10 +26,6 @@ from mallee.api.chat.reading import ChatReader
 from mallee.api.entry.bodies import Bodies
 from mallee.api.jobs import JobMaker
 from mallee.api.prompts import PromptReader
-<<<<<<< HEAD
-from mallee.protocol.api.responses import ResponseRequest
-=======
->>>>>>> main
 from mallee.api.responses.store import Left, Record, Turn
 from mallee.api.responses.turns import PlannedTurn, TurnMaker
 from mallee.api.text.chat import ChatTemplate

@@ -80,7 +80,6 @@ from mallee.client.results import (
     read_as,
     read_health,
 )
-from mallee.client.searches.where import Where, at_gateway
 from mallee.client.sessions import (
     SessionTree,
     bound_session,
@@ -104,8 +103,8 @@ if TYPE_CHECKING:  # httpx costs 100 ms to import: loaded by the first client, n
     from mallee.client.base import OpenAIClient
     from mallee.client.graphs.aio import AsyncGraphRun
     from mallee.client.graphs.builder import Graph, Handle
-    from mallee.client.searches.local import AsyncValue, LogprobScore, Plan
-    from mallee.client.searches.remote import ServiceUrl
+    from mallee.client.searches.local import AsyncValue, LogprobScore
+    from mallee.client.searches.remote import ServiceUrl, Where
     from mallee.search.policy import Policy, SearchBudget
     from mallee.search.results import SearchResult
     from mallee.search.scores import Verifier
@@ -243,15 +242,13 @@ class AsyncAsking(ABC):
         See `AsyncCapsule.search`. Its capsule is deleted at the end; those of the tree's nodes stay while
         there is room, as an answer's do.
         """
+        from mallee.client.searches.remote import at_gateway
+
+        asked: dict[str, Any] = {"score": score, "seed": seed, "budget": budget, "ends": ends}
         if at_gateway(where):
-            return await self._search(
-                *(policy, {"prompt": prompt, "messages": messages}),
-                score=score,
-                seed=seed,
-                budget=budget,
-                ends=ends,
-                params={"cache_salt": cache_salt, **params},
-            )
+            begin = {"prompt": prompt, "messages": messages}
+            asked["params"] = {"cache_salt": cache_salt, **params}
+            return await self._search(policy, begin, **asked)
         begun = self.prefill(
             prompt,
             messages=messages,
@@ -260,9 +257,7 @@ class AsyncAsking(ABC):
             **calls.terms_of(params),
         )
         async with begun as capsule:
-            return await capsule.search(
-                policy, score=score, seed=seed, budget=budget, ends=ends, **params
-            )
+            return await capsule.search(policy, **asked, **params)
 
     async def _search(
         self, policy: "Policy", begin: Mapping[str, Any], *, params: Mapping[str, Any], **asked: Any
@@ -724,44 +719,14 @@ class AsyncCapsule:
         function can value. Raises InvalidParameter.
         """
         from mallee.client.searches.local import run_async
-
-        if at_gateway(where):
-            self._need_closed("policy", policy)
-            return await self._client._search(
-                *(policy, {"capsule": self.id}),
-                score=score,
-                seed=seed,
-                budget=budget,
-                ends=ends,
-                params={"cache_salt": self._cache_salt, **params},
-            )
-        plan = self._planned(
-            policy, score=score, seed=seed, budget=budget, ends=ends, params=params
-        )
-        return await run_async(plan)
-
-    def _planned(
-        self,
-        policy: "Policy",
-        *,
-        score: Any,
-        seed: int,
-        budget: "SearchBudget | None",
-        ends: Sequence[str],
-        params: Mapping[str, Any],
-    ) -> "Plan":
-        """A search from here on."""
-        from mallee.client.searches.local import planned
+        from mallee.client.searches.remote import at_gateway
 
         self._need_closed("policy", policy)
-        return planned(
-            *(policy, self.id, self._client._fork),
-            score=score,
-            seed=seed,
-            budget=budget,
-            ends=ends,
-            params={"cache_salt": self._cache_salt, **params},
-        )
+        asked: dict[str, Any] = {"score": score, "seed": seed, "budget": budget, "ends": ends}
+        asked["params"] = {"cache_salt": self._cache_salt, **params}
+        if at_gateway(where):
+            return await self._client._search(policy, {"capsule": self.id}, **asked)
+        return await run_async(self._client._fork, self.id, policy, **asked)
 
     async def text(self, start: int = 0) -> str:
         """Its text from token `start` on, special tokens as they are written. Raises NotFound."""

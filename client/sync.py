@@ -69,7 +69,6 @@ from mallee.client.results import (
     read_as,
     read_health,
 )
-from mallee.client.searches.where import Where, at_gateway
 from mallee.client.sessions import (
     SessionTree,
     bound_session,
@@ -93,8 +92,8 @@ if TYPE_CHECKING:
     from mallee.client.base import OpenAIClient
     from mallee.client.graphs.builder import Graph, Handle
     from mallee.client.graphs.running import GraphRun
-    from mallee.client.searches.local import LogprobScore, Plan, Value
-    from mallee.client.searches.remote import ServiceUrl
+    from mallee.client.searches.local import LogprobScore, Value
+    from mallee.client.searches.remote import ServiceUrl, Where
     from mallee.search.policy import Policy, SearchBudget
     from mallee.search.results import SearchResult
     from mallee.search.scores import Verifier
@@ -232,15 +231,13 @@ class Asking(ABC):
         See `Capsule.search`. Its capsule is deleted at the end; those of the tree's nodes stay while
         there is room, as an answer's do.
         """
+        from mallee.client.searches.remote import at_gateway
+
+        asked: dict[str, Any] = {"score": score, "seed": seed, "budget": budget, "ends": ends}
         if at_gateway(where):
-            return self._search(
-                *(policy, {"prompt": prompt, "messages": messages}),
-                score=score,
-                seed=seed,
-                budget=budget,
-                ends=ends,
-                params={"cache_salt": cache_salt, **params},
-            )
+            begin = {"prompt": prompt, "messages": messages}
+            asked["params"] = {"cache_salt": cache_salt, **params}
+            return self._search(policy, begin, **asked)
         begun = self.prefill(
             prompt,
             messages=messages,
@@ -249,9 +246,7 @@ class Asking(ABC):
             **calls.terms_of(params),
         )
         with begun as capsule:
-            return capsule.search(
-                policy, score=score, seed=seed, budget=budget, ends=ends, **params
-            )
+            return capsule.search(policy, **asked, **params)
 
     def _search(
         self, policy: "Policy", begin: Mapping[str, Any], *, params: Mapping[str, Any], **asked: Any
@@ -691,44 +686,14 @@ class Capsule:
         function can value. Raises InvalidParameter.
         """
         from mallee.client.searches.local import run
-
-        if at_gateway(where):
-            self._need_closed("policy", policy)
-            return self._client._search(
-                *(policy, {"capsule": self.id}),
-                score=score,
-                seed=seed,
-                budget=budget,
-                ends=ends,
-                params={"cache_salt": self._cache_salt, **params},
-            )
-        plan = self._planned(
-            policy, score=score, seed=seed, budget=budget, ends=ends, params=params
-        )
-        return run(plan)
-
-    def _planned(
-        self,
-        policy: "Policy",
-        *,
-        score: Any,
-        seed: int,
-        budget: "SearchBudget | None",
-        ends: Sequence[str],
-        params: Mapping[str, Any],
-    ) -> "Plan":
-        """A search from here on."""
-        from mallee.client.searches.local import planned
+        from mallee.client.searches.remote import at_gateway
 
         self._need_closed("policy", policy)
-        return planned(
-            *(policy, self.id, self._client._fork),
-            score=score,
-            seed=seed,
-            budget=budget,
-            ends=ends,
-            params={"cache_salt": self._cache_salt, **params},
-        )
+        asked: dict[str, Any] = {"score": score, "seed": seed, "budget": budget, "ends": ends}
+        asked["params"] = {"cache_salt": self._cache_salt, **params}
+        if at_gateway(where):
+            return self._client._search(policy, {"capsule": self.id}, **asked)
+        return run(self._client._fork, self.id, policy, **asked)
 
     def text(self, start: int = 0) -> str:
         """Its text from token `start` on, special tokens as they are written. Raises NotFound."""

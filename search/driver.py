@@ -47,6 +47,7 @@ class Score(NamedTuple):
     node: int
     proposals: tuple[Proposal, ...]
     texts: tuple[str, ...]
+    num_tokens: tuple[int, ...]  # of the texts
 
 
 @dataclass(slots=True)
@@ -164,9 +165,11 @@ class Search:
         growth.is_ready = not asked
         if asked:
             before = self._tree.text(growth.node)
+            begun = sum(node.proposal.num_tokens for node in self._tree.path(growth.node)[1:])
             chosen = tuple(proposals[index] for index in asked)
             texts = tuple(before + proposal.text for proposal in chosen)
-            self._work.append(Score(work, growth.node.number, chosen, texts))
+            num_tokens = tuple(begun + proposal.num_tokens for proposal in chosen)
+            self._work.append(Score(work, growth.node.number, chosen, texts, num_tokens))
 
     def _grow(self) -> None:
         """Let expansions join the tree, as far as all before them have, and ask the policy after each."""

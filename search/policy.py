@@ -1,6 +1,8 @@
 """The policy of a search: the Protocol, and what policies have in common."""
 
-from typing import Final, NamedTuple, Protocol, TypeVar
+import sys
+from collections.abc import Mapping
+from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
@@ -11,8 +13,18 @@ MAX_WIDTH: Final = 128  # continuations of one node, or samples
 MAX_DEPTH: Final = 256
 MAX_STEP_TOKENS: Final = 1 << 20
 MAX_EXPANSIONS: Final = 100_000
-
-T = TypeVar("T", int, float)
+MAX_FLOAT: Final = sys.float_info.max
+FINITE: Final = (-MAX_FLOAT, MAX_FLOAT)
+RANGES: Final[Mapping[str, tuple[float, float]]] = {
+    **dict.fromkeys(("branch", "n", "trees", "wave", "width"), (1, MAX_WIDTH)),
+    **dict.fromkeys(("max_tokens", "step_tokens"), (1, MAX_STEP_TOKENS)),
+    **dict.fromkeys(("prune_below", "stop_at"), FINITE),
+    "c": (0.0, 1000.0),
+    "depth": (1, MAX_DEPTH),
+    "expansions": (1, MAX_EXPANSIONS),
+    "in_flight": (1, 64),
+}
+"""Least and most of the fields of policies, by their names."""
 
 
 class Expansion(NamedTuple):
@@ -62,7 +74,15 @@ class Policy(Protocol):
 
 
 class Stepwise(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A base of policies for which equal siblings are one, and every step is valued."""
+    """A base of policies that value every step, and for which equal siblings are one.
+
+    A field of a name in `RANGES` is checked. Raises InvalidParameter.
+    """
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if name in RANGES and (value := getattr(self, name)) is not None:
+                within(f"policy.{name}", value, *RANGES[name])
 
     @property
     def merges(self) -> bool:
@@ -70,6 +90,21 @@ class Stepwise(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def score(self, proposal: Proposal) -> bool:
         return True
+
+    def select(self, tree: Tree) -> Node:
+        return best(tree)
+
+    def stop(self, tree: Tree) -> bool:
+        return False
+
+
+class Seeking(Stepwise, frozen=True, kw_only=True):
+    """A base of policies that end once an answer is worth `stop_at`."""
+
+    stop_at: float | None = None
+
+    def stop(self, tree: Tree) -> bool:
+        return is_found(tree, self.stop_at)
 
 
 class SearchBudget(
@@ -85,32 +120,19 @@ class SearchBudget(
     expansions: int | None = None
 
     def __post_init__(self) -> None:
-        if self.tokens is not None:
-            within("budget.tokens", self.tokens, 1, 1 << 40)
-        if self.nodes is not None:
-            within("budget.nodes", self.nodes, 1, 1 << 40)
-        if self.expansions is not None:
-            within("budget.expansions", self.expansions, 1, MAX_EXPANSIONS)
+        most = {"tokens": 1 << 40, "nodes": 1 << 40, "expansions": MAX_EXPANSIONS}
+        for name, high in most.items():
+            if (value := getattr(self, name)) is not None:
+                within(f"budget.{name}", value, 1, high)
 
 
-def within(param: str, value: T, low: T, high: T) -> T:
-    """`value`. Raises InvalidParameter outside of [low, high], and for NaN."""
-    if not low <= value <= high:
-        raise InvalidParameter(param, value, f"give {low} to {high}")
-    return value
-
-
-def check_steps(width: int, depth: int, step_tokens: int, *, name: str) -> None:
-    """Raises InvalidParameter; `name` is that of the field with the width."""
-    within(f"policy.{name}", width, 1, MAX_WIDTH)
-    within("policy.depth", depth, 1, MAX_DEPTH)
-    within("policy.step_tokens", step_tokens, 1, MAX_STEP_TOKENS)
-
-
-def check_finite(param: str, value: float | None) -> None:
-    """Raises InvalidParameter for NaN and infinities."""
-    if value is not None and not abs(value) < float("inf"):
-        raise InvalidParameter(param, value, "give a finite number, or leave it out")
+def within(param: str, value: float, low: float, high: float) -> None:
+    """Raises InvalidParameter outside of [low, high], and for NaN."""
+    if low <= value <= high:
+        return
+    is_any = high == MAX_FLOAT
+    remedy = "give a finite number, or leave it out" if is_any else f"give {low} to {high}"
+    raise InvalidParameter(param, value, remedy)
 
 
 def rank(node: Node) -> tuple[bool, float, int]:

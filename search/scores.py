@@ -7,7 +7,7 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 
 from mallee.protocol.errors import InvalidParameter
-from mallee.search.policy import check_finite, within
+from mallee.search.policy import FINITE, within
 from mallee.search.tree import Proposal
 
 MAX_PROMPT: Final = 65_536  # characters of a verifier's prompt
@@ -53,7 +53,7 @@ class Verifier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         for answer, value in self.answers.items():
             if not answer.strip():
                 raise InvalidParameter("score.answers", answer, "give answers that are not empty")
-            check_finite(f"score.answers.{answer}", value)
+            within(f"score.answers.{answer}", value, *FINITE)
         within("score.max_tokens", self.max_tokens, 1, 4096)
 
     @property

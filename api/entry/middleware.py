@@ -38,7 +38,7 @@ CountAnswer: TypeAlias = Callable[[str, int], None]
 # files, alike everywhere.
 _OPEN = frozenset(("/health", "/health/live", "/health/ready", "/openapi.json", "/docs", "/ui"))
 _OPEN_FILES = "/ui/"
-OUTER: Final = frozenset(("/v1/search",))  # the requests in it count, each by itself
+SEARCH: Final = "/v1/search"  # the requests that it makes count, each by itself
 _CALLER = "mallee.caller"  # in the scope of a request
 _BEGUN = "mallee.begun"  # in loop seconds
 _IGNORED = "mallee.ignored"
@@ -105,10 +105,10 @@ class AuthMiddleware:
         try:
             try:
                 caller = scope[_CALLER] = self._find_caller(scope)
-                is_work = scope["method"] == "POST" and scope["path"] not in OUTER
-                if is_work:
+                is_post = scope["method"] == "POST"
+                if is_post:
                     await self._turns.wait()
-                with caller.visit if is_work else UNLIMITED:
+                with caller.visit if is_post and scope["path"] != SEARCH else UNLIMITED:
                     await self._app(scope, receive, counted_send)
             except (MalleeError, HTTPException, ClientGone) as error:
                 if has_begun:

@@ -1,4 +1,4 @@
-"""A search under way: what it asks for becomes requests inside of its own, some at once.
+"""A search under way: what it asks for becomes requests of the gateway, some at once.
 
 The policy runs here and not inside the worker: that could save no more than the turn through the gateway,
 4 ms an expansion, 5 % of a search by 16 tokens a step of an 8B model on an H200 and 2 % of one by 50
@@ -6,235 +6,176 @@ The policy runs here and not inside the worker: that could save no more than the
 and a search could not go on when its worker dies.
 """
 
-import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
-from typing import Any, Final, NamedTuple, TypeVar
-from urllib.parse import quote
+import logging
+from contextlib import suppress
+from functools import partial
 
 import msgspec
-from starlette.requests import Request
 
 from mallee.api.branches.scoring import Question, TextSoFar, Verdict
-from mallee.api.callbacks.callbacks import Callbacks
-from mallee.api.errors import from_answer
-from mallee.api.search.inner import answer_of
-from mallee.api.search.requests import SearchPlan, UrlScore
-from mallee.protocol.errors import ContextLengthExceeded
-from mallee.protocol.ids import RequestId, Scope
-from mallee.search.blocks import num_blocks
-from mallee.search.drawn import Drawn, proposal_of
+from mallee.api.capsules.bulk import release_each
+from mallee.api.deltas import LOWEST, TextDelta, text_logprobs
+from mallee.api.entry.asking import INLINE_BODY_BYTES, Asking
+from mallee.api.jobs import JobMaker
+from mallee.api.search.requests import SearchPlan, Spent
+from mallee.api.serve import Server
+from mallee.gateway.access.quotas import Visit
+from mallee.protocol.api.generate import ForkRequest
+from mallee.protocol.errors import UnknownCapsule
+from mallee.protocol.ids import CapsuleId, RequestId, Scope
+from mallee.router.dispatch.jobs import QueueTerms
 from mallee.search.driver import Expand, Score, Search
-from mallee.search.results import SearchResult
+from mallee.search.runner import Drawn, Runner
 from mallee.search.scores import Verifier
-from mallee.search.tree import ROOT, Node, Proposal
+from mallee.search.tree import Proposal
 
-AT_ONCE: Final = 16  # requests of one search
-
-T = TypeVar("T", bound=msgspec.Struct)
+_log = logging.getLogger(__name__)
 
 
-class _Extras(msgspec.Struct, frozen=True):
-    capsule: str | None = None
-    prefill_tokens: int = 0
-    completion_tokens: int = 0
+class Requests:
+    """Steps of a search as requests of its caller, each within the limits of the key.
 
-
-class _Logprobs(msgspec.Struct, frozen=True):
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
-
-
-class _Choice(msgspec.Struct, frozen=True):
-    text: str
-    finish_reason: str | None
-    mallee: _Extras
-    logprobs: _Logprobs | None = None
-
-
-class _Fork(msgspec.Struct, frozen=True):
-    choices: list[_Choice]
-
-
-class _Capsule(msgspec.Struct, frozen=True):
-    id: str
-    tokens: int
-    prefill_tokens: int = 0
-
-
-class Spent(NamedTuple):
-    """Tokens that workers computed for a search: of prompts and questions, and drawn, also for what is
-    not in its tree.
-    """
-
-    prefill_tokens: int
-    completion_tokens: int
-    requests: int
-
-
-class Run:
-    """One search of one request. `nodes` gives those that join the tree; then there is a `result`.
-
-    `capsules` are those that its branches have left. `name` groups its questions to a gateway by URL.
+    `capsules` are those that its branches have left, `spent` is what they took.
     """
 
     def __init__(
         self,
-        request: Request,
+        server: Server,
+        maker: JobMaker,
+        asking: Asking,
         plan: SearchPlan,
         *,
-        name: RequestId,
-        callbacks: Callbacks,
         scope: Scope,
-        begun: int,
+        terms: QueueTerms,
+        visit: Visit,
     ) -> None:
-        """`begun`: tokens of the capsule that it begins with, if one was named."""
-        self._request = request
+        self._server = server
+        self._maker = maker
+        self._asking = asking
         self._plan = plan
-        self._name = name
-        self._callbacks = callbacks
         self._scope = scope
-        self._search: Search | None = None
-        self._room = asyncio.Semaphore(AT_ONCE)
-        self._prefilled = self._drawn = self._requests = 0
-        self._begun = begun
-        self.root: str | None = plan.capsule
-        self.capsules: list[str] = []
+        self._terms = terms
+        self._visit = visit
+        self._name = RequestId(server.new_id())  # groups its questions to a service
+        self.spent = Spent(prefill_tokens=0, completion_tokens=0, requests=0)
+        self.capsules: list[CapsuleId] = []
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether it has come to its end."""
-        return self._search is not None and self._search.is_over
-
-    @property
-    def spent(self) -> Spent:
-        return Spent(self._prefilled, self._drawn, self._requests)
-
-    @property
-    def result(self) -> SearchResult:
-        assert self._search is not None, "it has not begun"
-        return self._search.result()
-
-    def num_blocks(self, size: int) -> int:
-        """KV blocks of `size` tokens that its tree takes."""
-        assert self._search is not None, "it has not begun"
-        return num_blocks(self._search.tree.nodes, self._begun, size)
-
-    async def begin(self) -> None:
-        """Make the capsule that it begins with, if none was named. Raises MalleeError."""
+    async def begin(self) -> "Run":
+        """The search at the capsule where it begins, which is made if none was named. Raises MalleeError."""
         plan = self._plan
-        if self.root is None:
-            body = {**plan.prompt, "add_generation_prompt": "messages" in plan.prompt}
-            found = await self._ask("/v1/capsules", body, _Capsule)
-            self._prefilled += found.prefill_tokens
-            self.root, self._begun = found.id, found.tokens
-        self._search = Search(
+        if plan.prompt is None:
+            found = await self._server.gateway.capsules.show(plan.capsule, self._scope)
+            return Run(self, plan, found.capsule, found.boundary)
+        self.spent.requests += 1
+        visit = self._visit.another()
+        with visit:
+            made = await self._server.make(plan.prompt, visit)
+        self.spent.prefill_tokens += made.prefill_tokens
+        assert made.capsule is not None
+        return Run(self, plan, made.capsule, made.boundary)
+
+    async def draw(self, work: Expand) -> list[Drawn]:
+        own = {"n": work.num, "max_tokens": work.max_tokens, "seed": work.seed}
+        step = msgspec.structs.replace(self._plan.step, **own)
+        return list(map(_drawn, await self._fork(work.key, step)))
+
+    async def ask(self, verifier: Verifier, key: str) -> Drawn:
+        question = ForkRequest(
+            suffixes=[verifier.prompt],
+            max_tokens=verifier.tokens,
+            temperature=0.0,
+            seed=0,
+            logprobs=verifier.num_logprobs,
+        )
+        (deltas,) = await self._fork(key, question)
+        chances = [chance for delta in deltas for chance in delta.chances[:1]][:1]
+        top = text_logprobs(chances, self._server.tokenizer.token_bytes, 0)["top_logprobs"]
+        return _drawn(deltas)._replace(top=top)
+
+    async def value(self, work: Score) -> list[float | None]:
+        """The values by a service of the client's. Raises CallbackFailed."""
+        asked = enumerate(zip(work.texts, work.num_tokens, strict=True))
+        question = Question(self._name, [TextSoFar(i, text, "", num) for i, (text, num) in asked])
+        async with self._server.callbacks.turn(self._scope) as turn:
+            verdict = await turn.ask(self._plan.url, question, Verdict, question.flaw)
+        return verdict.scores
+
+    async def _fork(self, capsule: str, step: ForkRequest) -> list[list[TextDelta]]:
+        """The deltas of each branch of a fork. Raises MalleeError."""
+        server, visit = self._server, self._visit.another()
+        self.spent.requests += 1
+        with visit:
+            info = await server.gateway.capsules.show(CapsuleId(capsule), self._scope)
+            make = partial(self._maker.fork, step, info, self._scope, self._terms)
+            is_long = sum(map(len, step.suffixes or ())) > INLINE_BODY_BYTES
+            plan = await self._asking.in_pool(make) if is_long else make()
+            visit.begin(plan.num_choices, plan.prompt_tokens)
+            found: list[list[TextDelta]] = [[] for _ in range(plan.num_choices)]
+
+            def take(delta: TextDelta) -> None:
+                visit.charge(delta.num_tokens)
+                found[delta.index].append(delta)
+
+            await server.read(plan, 0.0, take)
+        for *_, last in found:
+            self.spent.prefill_tokens += last.prefill_tokens
+            self.spent.completion_tokens += last.completion_tokens
+            if last.capsule is not None:
+                self.capsules.append(last.capsule)
+        return found
+
+    async def release(self, capsules: list[CapsuleId]) -> None:
+        """Forget capsules, as far as their workers answer."""
+        gateway, unkeep = self._server.gateway, self._visit.unkeep
+        num = await release_each(gateway, capsules, self._scope, unkeep)
+        if num < len(capsules):
+            _log.warning("%d capsules of a search are left: no worker answers", len(capsules) - num)
+
+    def end_below(self, root: CapsuleId, origins: list[CapsuleId]) -> list[CapsuleId]:
+        """Cancel what went on from `origins`, which are below `root`; the capsules that this has left."""
+        with suppress(UnknownCapsule):  # it was deleted meanwhile
+            return self._server.gateway.requests.prune_below(root, origins, self._scope).left
+        return []
+
+
+class Run:
+    """A search that has begun, at the capsule `root` of `begun` tokens."""
+
+    def __init__(self, requests: Requests, plan: SearchPlan, root: CapsuleId, begun: int) -> None:
+        self._root = root
+        self._is_own = plan.prompt is not None
+        self.begun = begun
+        self.requests = requests
+        self.search = Search(
             plan.policy,
-            Proposal("", 0, self.root),
+            Proposal("", 0, root),
             seed=plan.seed,
             budget=plan.budget,
             scoring=plan.scoring,
         )
+        self.runner = Runner(self.search, requests, ends=plan.ends, verifier=plan.verifier)
 
-    async def nodes(self) -> AsyncGenerator[list[Node], None]:
-        """Nodes as they join the tree, until the search is over. Raises MalleeError.
+    async def release(self) -> None:
+        """Forget the capsule that was made to begin with; all below it too, if there is no result.
 
-        Closed, it ends what still runs.
+        Of a search that began at a capsule of its caller's, what went on from its nodes.
         """
-        search = self._search
-        assert search is not None, "it has not begun"
-        running: dict[asyncio.Task[Any], Expand | Score] = {}
-        num_told = 1  # the root is known
-        try:
-            while not search.is_over:
-                for work in search.work():
-                    running[asyncio.ensure_future(self._carry_out(work))] = work
-                done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    work, results = running.pop(task), task.result()
-                    if isinstance(work, Expand):
-                        search.expanded(work.work, results)
-                    else:
-                        search.scored(work.work, results)
-                if fresh := search.tree.nodes[num_told:]:
-                    num_told += len(fresh)
-                    yield fresh
-        finally:
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
-
-    def _carry_out(self, work: Expand | Score) -> Coroutine[Any, Any, Any]:
-        return self._expand(work) if isinstance(work, Expand) else self._value(work)
-
-    async def _expand(self, work: Expand) -> list[Proposal]:
-        """The continuations of a node; none where the window has no room for them."""
-        drawn = {"n": work.num, "max_tokens": work.max_tokens, "seed": work.seed, "logprobs": 0}
-        try:
-            choices = await self._fork(work.key, {**self._plan.steps, **drawn})
-        except ContextLengthExceeded:
-            if work.node == ROOT:
-                raise
-            return []
-        found = (proposal_of(_as_drawn(each), self._plan.ends) for each in choices)
-        return [proposal for proposal in found if proposal is not None]
-
-    async def _value(self, work: Score) -> list[float | None]:
-        verifier = self._plan.verifier
-        assert verifier is not None, "log-probabilities are counted by the search"
-        if isinstance(verifier, UrlScore):
-            return await self._called(verifier.url, work)
-        asking = (self._verified(verifier, each) for each in work.proposals)
-        return list(await asyncio.gather(*asking))
-
-    async def _called(self, url: str, work: Score) -> list[float | None]:
-        """The values of texts by a gateway of the client's. Raises CallbackFailed."""
-        assert self._search is not None, "it has begun"
-        tree = self._search.tree
-        before = sum(each.proposal.num_tokens for each in tree.path(tree.nodes[work.node])[1:])
-        texts = [
-            TextSoFar(index, text, "", before + proposal.num_tokens)
-            for index, (text, proposal) in enumerate(zip(work.texts, work.proposals, strict=True))
-        ]
-        question = Question(self._name, texts)
-        async with self._callbacks.turn(self._scope) as turn:
-            verdict = await turn.ask(url, question, Verdict, question.flaw)
-        return verdict.scores
-
-    async def _verified(self, verifier: Verifier, proposal: Proposal) -> float | None:
-        """The value of a text, by a question to the model: greedy, the same everywhere."""
-        if not proposal.key:
-            return None
-        drawn = {"max_tokens": verifier.tokens, "temperature": 0.0, "seed": 0}
-        more = {"suffixes": [verifier.prompt], "logprobs": verifier.num_logprobs}
-        try:
-            (choice,) = await self._fork(proposal.key, {**drawn, **more})
-        except ContextLengthExceeded:
-            return None
-        top: Sequence[Mapping[str, float]] = choice.logprobs.top_logprobs if choice.logprobs else ()
-        return verifier.value(choice.text, top)
-
-    async def _fork(self, capsule: str, body: Mapping[str, Any]) -> list[_Choice]:
-        answer = await self._ask(f"/v1/capsules/{quote(capsule, safe='')}/fork", body, _Fork)
-        for choice in answer.choices:
-            self._prefilled += choice.mallee.prefill_tokens
-            self._drawn += choice.mallee.completion_tokens
-            if choice.mallee.capsule is not None:
-                self.capsules.append(choice.mallee.capsule)
-        return answer.choices
-
-    async def _ask(self, path: str, body: Mapping[str, Any], kind: type[T]) -> T:
-        """The answer to a request. Raises MalleeError as it was refused."""
-        async with self._room:
-            self._requests += 1
-            answer = await answer_of(self._request, path, {**self._plan.common, **body})
-        if answer.status >= 400:
-            raise from_answer(answer.status, answer.body)
-        return msgspec.json.decode(answer.body, type=kind)
+        own = [self._root] if self._is_own else []
+        nodes = self.requests.capsules
+        if self.search.is_over:
+            await self.requests.release(own)
+            return
+        below = self.requests.end_below(self._root, own or nodes)
+        await self.requests.release([*dict.fromkeys((*own, *nodes, *below))])
 
 
-def _as_drawn(choice: _Choice) -> Drawn:
-    chances = choice.logprobs.token_logprobs if choice.logprobs is not None else []
-    extras = choice.mallee
+def _drawn(deltas: list[TextDelta]) -> Drawn:
+    """A branch that has ended."""
+    last = deltas[-1]
     return Drawn(
-        choice.text, choice.finish_reason, extras.capsule, extras.completion_tokens, chances
+        "".join(delta.text for delta in deltas),
+        last.finish,
+        last.capsule,
+        last.completion_tokens,
+        [max(chance.logprob, LOWEST) for delta in deltas for chance in delta.chances],
     )

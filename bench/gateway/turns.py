@@ -31,16 +31,8 @@ from mallee.api.entry.bodies import Bodies
 from mallee.api.entry.decoding import read
 from mallee.api.jobs import JobMaker, Plan
 from mallee.api.messages.handlers import MessagesHandlers
-<<<<<<< HEAD
-from mallee.protocol.api.messages import MessagesRequest
-from mallee.api.prompts import PromptReader
-from mallee.protocol.api.responses import ResponseRequest
-from mallee.api.responses.turns import TurnMaker
-from mallee.protocol.api.generate import ChatRequest
-=======
 from mallee.api.prompts import PromptReader
 from mallee.api.responses.turns import TurnMaker
->>>>>>> main
 from mallee.api.text.chat import ChatTemplate
 from mallee.api.text.tokenizer import Tokenizer
 from mallee.protocol.api.generate import ChatRequest

@@ -17,7 +17,7 @@ import msgspec
 
 from mallee.client import Branches, Mallee
 from mallee.client.calls import Call
-from mallee.client.searches.local import Value, planned, run
+from mallee.client.searches.local import Value, run
 from mallee.search.policies.named import read_policy
 from mallee.search.results import SearchResult
 
@@ -172,16 +172,18 @@ WAYS: Final[Mapping[str, Way]] = {
 
 def _by_texts(url: str, task: Task, seed: int, salt: Callable[[], str]) -> Played:
     with closing(CountedClient(url)) as client:
-        plan = planned(
-            *(read_policy(task.policy)[1], "", Texts(client, task.prompt, salt).fork),
+        fork, policy = Texts(client, task.prompt, salt).fork, read_policy(task.policy)[1]
+        begin = time.perf_counter()
+        result = run(
+            fork,
+            "",
+            policy,
             score=task.value or "mean_logprob",
             seed=seed,
             budget=None,
             ends=task.ends,
             params=task.steps,
         )
-        begin = time.perf_counter()
-        result = run(plan)
         took_s = time.perf_counter() - begin
         return _played(url, task, result, took_s, client.tokens(), client.transport.taken())
 

@@ -39,7 +39,7 @@ from bench.search.compare import QUICK, Scale, Timed, asked, beamed, mcts, sampl
 from bench.serve.sides import MODEL, STOP_S, serve_model, version_of
 from mallee.cli.demo.text import DOCUMENT
 from mallee.client.results import BranchState
-from mallee.client.searches.local import planned, run
+from mallee.client.searches.local import run
 from mallee.runtime.addresses import free_port
 from mallee.search.policies.named import read_policy
 
@@ -81,13 +81,18 @@ def mcts_of_ours(client: httpx.Client, seed: int, scale: Scale) -> Timed:
 def mcts_of_vllm(client: httpx.Client, seed: int, scale: Scale) -> Timed:
     (task,) = mcts(scale)
     texts = PlainTexts(client, task.prompt)
-    plan = planned(
-        *(read_policy(task.policy)[1], "", texts.fork),
-        **{"score": "mean_logprob", "seed": seed, "budget": None},
-        **{"ends": task.ends, "params": task.steps},
-    )
+    policy = read_policy(task.policy)[1]
     begin = time.perf_counter()
-    result = run(plan)
+    result = run(
+        texts.fork,
+        "",
+        policy,
+        score="mean_logprob",
+        seed=seed,
+        budget=None,
+        ends=task.ends,
+        params=task.steps,
+    )
     return Timed(time.perf_counter() - begin, texts.num_drawn, result.score)
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, closing
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
 
@@ -21,6 +21,15 @@ if TYPE_CHECKING:
 
 ServiceUrl: TypeAlias = Mapping[str, str]
 """`{"url": ...}`: a service of yours that values texts, of those that the operator allows."""
+Where: TypeAlias = Literal["client", "gateway"]
+"""The place where the policy runs: here, with a fork for each expansion, or in the gateway, by one call."""
+
+
+def at_gateway(where: Where) -> bool:
+    """Raises InvalidParameter for a place that is none."""
+    if where not in ("client", "gateway"):
+        raise InvalidParameter("where", where, 'give "client" or "gateway"')
+    return where == "gateway"
 
 
 def search_call(

@@ -178,6 +178,10 @@ class Visit:
         finally:
             more.__exit__()
 
+    def another(self) -> "Visit":
+        """One more request under the same key, which has not begun."""
+        return Visit(self._use)
+
     def begin(self, branches: int, tokens: int) -> None:
         """Count a prompt of so many tokens, and its branches. Raises QuotaExceeded, QuotaTooSmall."""
         if self._use is not None:

@@ -64,12 +64,9 @@ ToolChoice = Annotated[
 ]
 
 
-class SamplingFields(AnyRequest, frozen=True, kw_only=True):
-    """Fields of every generating request. At most one says the form of the answer."""
+class DrawFields(AnyRequest, frozen=True, kw_only=True):
+    """The way in which tokens are drawn, and texts that end them."""
 
-    is_bounded: ClassVar[bool] = True
-
-    max_tokens: MaxTokens = None
     temperature: Temperature = 1.0
     top_p: TopP = 1.0
     top_k: TopK = 0
@@ -80,6 +77,14 @@ class SamplingFields(AnyRequest, frozen=True, kw_only=True):
     logit_bias: LogitBias = msgspec.field(default_factory=dict)
     seed: Seed | None = None
     stop: Stop = None
+
+
+class SamplingFields(DrawFields, frozen=True, kw_only=True):
+    """Fields of every generating request. At most one says the form of the answer."""
+
+    is_bounded: ClassVar[bool] = True
+
+    max_tokens: MaxTokens = None
     stop_token_ids: Annotated[
         tuple[int, ...], Meta(max_length=MAX_STOP_IDS, description="Ids that end an answer.")
     ] = ()

@@ -1,19 +1,10 @@
 """Tree of thoughts, depth first."""
 
-from mallee.search.policy import (
-    Expansion,
-    Stepwise,
-    best,
-    check_finite,
-    check_steps,
-    is_found,
-    is_worth,
-    rank,
-)
-from mallee.search.tree import Node, Tree
+from mallee.search.policy import Expansion, Seeking, is_worth, rank
+from mallee.search.tree import Tree
 
 
-class DepthFirst(Stepwise, frozen=True, kw_only=True, tag="tot_dfs"):
+class DepthFirst(Seeking, frozen=True, kw_only=True, tag="tot_dfs"):
     """The best thought first, down to an answer; then back to the next best one that is left.
 
     Thoughts worth less than `prune_below` are left out with all that would follow them. Ends once an
@@ -24,12 +15,6 @@ class DepthFirst(Stepwise, frozen=True, kw_only=True, tag="tot_dfs"):
     depth: int = 4
     step_tokens: int = 64
     prune_below: float | None = None
-    stop_at: float | None = None
-
-    def __post_init__(self) -> None:
-        check_steps(self.branch, self.depth, self.step_tokens, name="branch")
-        check_finite("policy.prune_below", self.prune_below)
-        check_finite("policy.stop_at", self.stop_at)
 
     def propose(self, tree: Tree) -> list[Expansion]:
         if tree.num_expanding:
@@ -43,9 +28,3 @@ class DepthFirst(Stepwise, frozen=True, kw_only=True, tag="tot_dfs"):
                 return [Expansion(node, self.branch, self.step_tokens)]
             ahead += sorted(tree.children(node), key=rank, reverse=True)
         return []
-
-    def select(self, tree: Tree) -> Node:
-        return best(tree)
-
-    def stop(self, tree: Tree) -> bool:
-        return is_found(tree, self.stop_at)

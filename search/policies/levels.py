@@ -1,15 +1,6 @@
 """Searches level by level: beams, tree of thoughts breadth first, diverse verifier trees."""
 
-from mallee.search.policy import (
-    Expansion,
-    Stepwise,
-    best,
-    check_finite,
-    check_steps,
-    is_found,
-    is_worth,
-    rank,
-)
+from mallee.search.policy import Expansion, Seeking, Stepwise, is_worth, rank
 from mallee.search.tree import Node, Tree
 
 
@@ -24,10 +15,6 @@ class Beam(Stepwise, frozen=True, kw_only=True, tag="beam"):
     depth: int = 8
     step_tokens: int = 32
 
-    def __post_init__(self) -> None:
-        check_steps(self.width, self.depth, self.step_tokens, name="width")
-        check_steps(self.branch, self.depth, self.step_tokens, name="branch")
-
     def propose(self, tree: Tree) -> list[Expansion]:
         if tree.num_expanding:
             return []
@@ -37,9 +24,6 @@ class Beam(Stepwise, frozen=True, kw_only=True, tag="beam"):
     def select(self, tree: Tree) -> Node:
         """The best of the last beam."""
         return min(self.beam(tree), key=rank, default=tree.root)
-
-    def stop(self, tree: Tree) -> bool:
-        return False
 
     def beam(self, tree: Tree) -> list[Node]:
         """The last beam whose level is whole, the best first."""
@@ -56,7 +40,7 @@ class Beam(Stepwise, frozen=True, kw_only=True, tag="beam"):
             kept = sorted(found, key=rank)[: self.width]
 
 
-class BreadthFirst(Stepwise, frozen=True, kw_only=True, tag="tot_bfs"):
+class BreadthFirst(Seeking, frozen=True, kw_only=True, tag="tot_bfs"):
     """Tree of thoughts, breadth first: of each level the `width` best thoughts are expanded `branch` ways.
 
     Thoughts worth less than `prune_below` never are. Ends once an answer is worth `stop_at`.
@@ -68,13 +52,6 @@ class BreadthFirst(Stepwise, frozen=True, kw_only=True, tag="tot_bfs"):
     depth: int = 4
     step_tokens: int = 64
     prune_below: float | None = None
-    stop_at: float | None = None
-
-    def __post_init__(self) -> None:
-        check_steps(self.width, self.depth, self.step_tokens, name="width")
-        check_steps(self.branch, self.depth, self.step_tokens, name="branch")
-        check_finite("policy.prune_below", self.prune_below)
-        check_finite("policy.stop_at", self.stop_at)
 
     def propose(self, tree: Tree) -> list[Expansion]:
         if tree.num_expanding:
@@ -87,14 +64,8 @@ class BreadthFirst(Stepwise, frozen=True, kw_only=True, tag="tot_bfs"):
         kept = sorted(going, key=rank)[: self.width]
         return [Expansion(node, self.branch, self.step_tokens) for node in kept]
 
-    def select(self, tree: Tree) -> Node:
-        return best(tree)
 
-    def stop(self, tree: Tree) -> bool:
-        return is_found(tree, self.stop_at)
-
-
-class DiverseTrees(Stepwise, frozen=True, kw_only=True, tag="dvts"):
+class DiverseTrees(Seeking, frozen=True, kw_only=True, tag="dvts"):
     """Diverse verifier tree search: `trees` beginnings, in each of which the best of `branch` steps goes on.
 
     The trees don't wait for each other, and none takes another's place. Ends once an answer is worth
@@ -105,12 +76,6 @@ class DiverseTrees(Stepwise, frozen=True, kw_only=True, tag="dvts"):
     branch: int = 4
     depth: int = 8
     step_tokens: int = 32
-    stop_at: float | None = None
-
-    def __post_init__(self) -> None:
-        check_steps(self.trees, self.depth, self.step_tokens, name="trees")
-        check_steps(self.branch, self.depth, self.step_tokens, name="branch")
-        check_finite("policy.stop_at", self.stop_at)
 
     def propose(self, tree: Tree) -> list[Expansion]:
         if tree.root.may_expand:
@@ -124,9 +89,6 @@ class DiverseTrees(Stepwise, frozen=True, kw_only=True, tag="dvts"):
         ends = [self._end(tree, node) for node in beginnings]
         answers = [node for node in ends if node.state != "open"]
         return min(answers or ends, key=rank, default=tree.root)
-
-    def stop(self, tree: Tree) -> bool:
-        return is_found(tree, self.stop_at)
 
     def _end(self, tree: Tree, node: Node) -> Node:
         """The last node on the path of the best steps from `node` on."""

@@ -8,22 +8,13 @@ would not change, so finished subtrees are left out of further visits instead of
 import math
 from typing import Literal, TypeAlias
 
-from mallee.search.policy import (
-    MAX_EXPANSIONS,
-    Expansion,
-    Stepwise,
-    best,
-    check_finite,
-    check_steps,
-    is_found,
-    within,
-)
+from mallee.search.policy import Expansion, Seeking, best
 from mallee.search.tree import Node, Tree
 
 Selector: TypeAlias = Literal["uct", "puct", "greedy"]
 
 
-class Mcts(Stepwise, frozen=True, kw_only=True, tag="mcts"):
+class Mcts(Seeking, frozen=True, kw_only=True, tag="mcts"):
     """`expansions` of `width` continuations each, where the selector leads to.
 
     `uct`: mean + c sqrt(ln N / n), N visits of the parent, n of the child. `puct`: mean + c p sqrt(N) /
@@ -43,14 +34,6 @@ class Mcts(Stepwise, frozen=True, kw_only=True, tag="mcts"):
     c: float = 1.4
     in_flight: int = 1
     answer: Literal["value", "visits"] = "value"
-    stop_at: float | None = None
-
-    def __post_init__(self) -> None:
-        within("policy.expansions", self.expansions, 1, MAX_EXPANSIONS)
-        check_steps(self.width, self.depth, self.step_tokens, name="width")
-        within("policy.c", self.c, 0.0, 1000.0)
-        within("policy.in_flight", self.in_flight, 1, 64)
-        check_finite("policy.stop_at", self.stop_at)
 
     def propose(self, tree: Tree) -> list[Expansion]:
         """One at a time: the next descent sees those that are being drawn."""
@@ -67,9 +50,6 @@ class Mcts(Stepwise, frozen=True, kw_only=True, tag="mcts"):
         while new := [child for child in tree.children(node) if child.state != "duplicate"]:
             node = min(new, key=lambda child: (-child.visits, -_mean(child), child.number))
         return node
-
-    def stop(self, tree: Tree) -> bool:
-        return is_found(tree, self.stop_at)
 
     def _descend(self, tree: Tree) -> Node | None:
         """The node to expand next; None while the selector leads to one that is being expanded."""

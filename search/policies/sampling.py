@@ -2,39 +2,24 @@
 
 from typing import Final
 
-import msgspec
-
 from mallee.protocol.errors import InvalidParameter
-from mallee.search.policy import (
-    MAX_STEP_TOKENS,
-    MAX_WIDTH,
-    Expansion,
-    check_finite,
-    is_found,
-    rank,
-    within,
-)
+from mallee.search.policy import Expansion, Stepwise, best, is_found, rank, within
 from mallee.search.tree import Node, Proposal, Tree
 
 MAX_MARK: Final = 256  # characters
 
 
-class BestOfN(
-    msgspec.Struct, frozen=True, kw_only=True, tag="best_of_n", forbid_unknown_fields=True
-):
-    """The best of `n` answers, drawn `wave` at a time (by default all at once).
-
-    No further wave is drawn once an answer is worth `stop_at`.
-    """
+class Sampling(Stepwise, frozen=True, kw_only=True):
+    """A base of policies that draw `n` answers, `wave` at a time (by default all at once)."""
 
     n: int = 8
     wave: int | None = None
     max_tokens: int = 256
-    stop_at: float | None = None
 
     def __post_init__(self) -> None:
-        _check_waves(self.n, self.wave, self.max_tokens)
-        check_finite("policy.stop_at", self.stop_at)
+        super().__post_init__()
+        if self.wave is not None:
+            within("policy.wave", self.wave, 1, self.n)
 
     @property
     def depth(self) -> int:
@@ -45,52 +30,44 @@ class BestOfN(
         return False
 
     def propose(self, tree: Tree) -> list[Expansion]:
-        return _next_wave(tree, self.n, self.wave, self.max_tokens)
+        """The next wave, once the one before has joined the tree."""
+        num_left = self.num_left(tree)
+        if tree.num_expanding or not num_left:
+            return []
+        return [Expansion(tree.root, min(self.wave or self.n, num_left), self.max_tokens)]
 
-    def score(self, proposal: Proposal) -> bool:
-        return True
+    def num_left(self, tree: Tree) -> int:
+        """Samples that were not asked for yet."""
+        return max(self.n - tree.num_expansions * (self.wave or self.n), 0)
 
-    def select(self, tree: Tree) -> Node:
-        return min(tree.leaves(), key=rank)
+
+class BestOfN(Sampling, frozen=True, kw_only=True, tag="best_of_n"):
+    """The best of `n` answers. No further wave is drawn once an answer is worth `stop_at`."""
+
+    stop_at: float | None = None
 
     def stop(self, tree: Tree) -> bool:
         return is_found(tree, self.stop_at)
 
 
-class SelfConsistency(
-    msgspec.Struct, frozen=True, kw_only=True, tag="self_consistency", forbid_unknown_fields=True
-):
+class SelfConsistency(Sampling, frozen=True, kw_only=True, tag="self_consistency"):
     """The answer that most of `n` samples agree on.
 
     A sample's answer is its text after the last `after` in it, up to `until`, without spaces around it; with
     neither its whole text. Samples without one have no vote; of equal counts the answer that came first
-    wins. With `weighted` a vote counts as much as the sample's score. Drawn `wave` at a time, no further
-    wave is drawn once the samples that are left can't change the outcome.
+    wins. With `weighted` a vote counts as much as the sample's score. No further wave is drawn once the
+    samples that are left can't change the outcome.
     """
 
-    n: int = 8
-    wave: int | None = None
-    max_tokens: int = 256
     after: str = ""
     until: str = ""
     weighted: bool = False
 
     def __post_init__(self) -> None:
-        _check_waves(self.n, self.wave, self.max_tokens)
+        super().__post_init__()
         for param, mark in (("policy.after", self.after), ("policy.until", self.until)):
             if len(mark) > MAX_MARK:
                 raise InvalidParameter(param, mark, f"give at most {MAX_MARK} characters")
-
-    @property
-    def depth(self) -> int:
-        return 1
-
-    @property
-    def merges(self) -> bool:
-        return False
-
-    def propose(self, tree: Tree) -> list[Expansion]:
-        return _next_wave(tree, self.n, self.wave, self.max_tokens)
 
     def score(self, proposal: Proposal) -> bool:
         return self.weighted
@@ -99,14 +76,14 @@ class SelfConsistency(
         """The best sample of those with the answer that won."""
         votes = self.votes(tree)
         if not votes:
-            return min(tree.leaves(), key=rank)
+            return best(tree)
         won = max(votes, key=lambda answer: votes[answer])  # of equals the first
         voters = (node for node in tree.leaves() if self.answer(node.proposal.text) == won)
         return min(voters, key=rank)
 
     def stop(self, tree: Tree) -> bool:
         """With weights a sample may count any amount, so that none is left out."""
-        num_left = _num_left(tree, self.n, self.wave)
+        num_left = self.num_left(tree)
         if self.weighted or not num_left:
             return False
         counts = sorted(self.votes(tree).values(), reverse=True)
@@ -131,23 +108,3 @@ class SelfConsistency(
         if self.until:
             text = text.lstrip().partition(self.until)[0]
         return text.strip()
-
-
-def _check_waves(n: int, wave: int | None, max_tokens: int) -> None:
-    within("policy.n", n, 1, MAX_WIDTH)
-    if wave is not None:
-        within("policy.wave", wave, 1, n)
-    within("policy.max_tokens", max_tokens, 1, MAX_STEP_TOKENS)
-
-
-def _num_left(tree: Tree, n: int, wave: int | None) -> int:
-    """Samples that were not asked for yet."""
-    return max(n - tree.num_expansions * (wave or n), 0)
-
-
-def _next_wave(tree: Tree, n: int, wave: int | None, max_tokens: int) -> list[Expansion]:
-    """The next samples, once those before have joined the tree."""
-    num_left = _num_left(tree, n, wave)
-    if tree.num_expanding or not num_left:
-        return []
-    return [Expansion(tree.root, min(wave or n, num_left), max_tokens)]

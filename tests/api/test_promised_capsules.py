@@ -9,11 +9,9 @@ from typing import Any
 
 import httpx
 import pytest
-import yaml
 
 from mallee.client import AsyncMallee
 from mallee.gateway.access.access import Access
-from mallee.gateway.access.keys import new_key
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import CapsulesFull, Saturated, Unavailable
 from mallee.protocol.ids import CapsuleId
@@ -24,7 +22,7 @@ from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
 from support.gated import Gate
 from support.graphs_asked import streamed, times_add_up
-from support.live_api import served
+from support.live_api import keyed, served
 from support.live_fleet import LiveFleet, lose, running
 from support.torch_threads import torch_threads
 from support.waiting import until
@@ -480,13 +478,6 @@ def _no_room(*_: Any) -> int:
 
 
 # Limits
-
-
-def keyed(tmp_path: Path, **limits: int) -> tuple[Access, dict[str, str]]:
-    """An access with one key, and the header with it."""
-    key, file = new_key("alice", "client", "alice"), tmp_path / "keys.yaml"
-    file.write_text(yaml.safe_dump({"keys": [{**key.entry, **limits}]}))
-    return Access(file, {}), {"authorization": f"Bearer {key.token}"}
 
 
 async def test_a_capsule_counts_in_its_key_s_quota_from_the_beginning(tmp_path: Path) -> None:

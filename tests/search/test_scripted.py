@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.protocol.errors import InternalError, InvalidParameter, MalleeError
-from mallee.search.drawn import Drawn, Ends, proposal_of
 from mallee.search.driver import NO_BUDGET, Expand, Score, Search, derived_seed
 from mallee.search.policies.depth_first import DepthFirst
 from mallee.search.policies.levels import Beam, BreadthFirst, DiverseTrees
@@ -23,6 +22,7 @@ from mallee.search.policies.named import read_policy
 from mallee.search.policies.sampling import BestOfN, SelfConsistency
 from mallee.search.policy import MAX_WIDTH, Expansion, Policy, SearchBudget
 from mallee.search.results import SearchResult
+from mallee.search.runner import Drawn, Ends, proposal_of
 from mallee.search.scores import Scoring, Verifier, path_score
 from mallee.search.tree import Node, Proposal, Tree
 from support.game_of_24 import (

@@ -13,6 +13,7 @@ CORE = (
     *("protocol", "router", "worker.kv", "worker.sched", "worker.engine", "worker.storage"),
     *("sessions", "mocker", "graphs", "synth", "search"),
 )
+SHELLS = {"search.runner"}  # beside the core that they drive by asyncio
 
 
 def core_modules() -> list[str]:
@@ -24,7 +25,8 @@ def core_modules() -> list[str]:
         for path in paths
         if path.name != "__main__.py"
     )
-    return [n for n in modules if any(n == part or n.startswith(part + ".") for part in CORE)]
+    found = {n for n in modules if any(n == part or n.startswith(part + ".") for part in CORE)}
+    return sorted(found - SHELLS)
 
 
 def loaded_after(statement: str) -> set[str]:

@@ -6,13 +6,16 @@ import socket
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
+import yaml
 from starlette.applications import Starlette
 
 from mallee.api.api import DEFAULT_RESPONSES, build_api
 from mallee.api.text.chat import ChatTemplate
 from mallee.gateway.access.access import Access
+from mallee.gateway.access.keys import new_key
 from mallee.gateway.gateway import Gateway
 from mallee.protocol.hashing import Tokens, as_tokens
 from mallee.runtime.config import HttpSettings, ResponsesSettings
@@ -79,6 +82,13 @@ def api_over(
         count_search=gateway.context.metrics.searched,
         tasks=gateway.tasks,
     )
+
+
+def keyed(tmp_path: Path, **limits: int) -> tuple[Access, dict[str, str]]:
+    """An access with one key, and the header with it."""
+    key, file = new_key("alice", "client", "alice"), tmp_path / "keys.yaml"
+    file.write_text(yaml.safe_dump({"keys": [{**key.entry, **limits}]}))
+    return Access(file, {}), {"authorization": f"Bearer {key.token}"}
 
 
 @asynccontextmanager

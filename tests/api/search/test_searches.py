@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from fractions import Fraction
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -27,7 +28,7 @@ from mallee.search.results import SearchResult
 from mallee.search.scores import Verifier
 from mallee.testing.random_model import random_model
 from support.game_of_24 import Player24, moves, numbers
-from support.live_api import served
+from support.live_api import keyed, served
 from support.tiny_fleet import has_capsules, post, tiny_api, tiny_fleet
 from support.verifiers import Raw, verifying
 from support.waiting import until, until_asked
@@ -184,6 +185,23 @@ async def test_a_search_that_is_left_ends_and_leaves_nothing() -> None:
             await until(lambda: not engine.branches)
             await until_asked(lambda: has_capsules(client, 0))
         assert await counted(client) == {}
+
+
+async def test_the_steps_of_a_search_are_requests_of_its_key(tmp_path: Path) -> None:
+    """F30, part: the search itself is none; each of its steps counts, and one that may not run ends it."""
+    access, headers = keyed(tmp_path, requests_per_minute=4, max_branches=3)
+    async with tiny_api(MODEL, 1, settings={"access": access}) as (client, fleet):
+        client.headers.update(headers)
+        beam = {"type": "beam", "width": 1, "branch": 2, "depth": 2, "step_tokens": 2}
+        found = await post(client, "/v1/search", prompt=PROMPT, policy=beam)
+        assert found["spent"]["requests"] == 3
+        wide = {**beam, "branch": 4}
+        for policy, code in ((wide, "quota_too_small"), (beam, "quota_exceeded")):
+            body = {"capsule": found["nodes"][1]["capsule"], "policy": policy}
+            answer = await client.post("/v1/search", json=body)
+            assert answer.json()["error"]["code"] == code
+        engine: Any = next(iter(fleet.engines.values()))
+        assert not engine.branches
 
 
 @pytest.mark.slow

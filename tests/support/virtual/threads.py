@@ -13,10 +13,12 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any, Final, TypeVar
 from weakref import WeakKeyDictionary
 
+import anyio.from_thread
 import anyio.to_thread
 import httpx
 import httpx2
@@ -268,6 +270,25 @@ async def _run_sync(
     return answer
 
 
+# --- event loops in threads ---
+
+
+class _Portal:
+    """The virtual loop, as a thread sees that of a portal."""
+
+    def call(self, work: Callable[..., Awaitable[T]], *args: Any) -> T:
+        return wait_for(work(*args))
+
+
+@contextmanager
+def _portal(*args: Any, _real: Any = anyio.from_thread.start_blocking_portal) -> Iterator[Any]:
+    if _is_thread():
+        yield _Portal()
+        return
+    with _real(*args) as portal:
+        yield portal
+
+
 # --- HTTP without an event loop ---
 
 
@@ -348,6 +369,7 @@ def install() -> None:
     ThreadPoolExecutor.submit = _submit  # type: ignore[method-assign, assignment]
     ThreadPoolExecutor.shutdown = _shutdown  # type: ignore[method-assign, assignment]
     anyio.to_thread.run_sync = _run_sync  # type: ignore[assignment]
+    anyio.from_thread.start_blocking_portal = _portal  # type: ignore[assignment]
     for http in (httpx, httpx2):
         give_way(http)
 
