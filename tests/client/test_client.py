@@ -38,7 +38,7 @@ from mallee.client.html import MAX_DEPTH, nodes_html
 from mallee.client.results import choice_events
 from mallee.client.view import live, render
 from mallee.protocol.errors import CapsulesFull, Unavailable
-from support.generate import TARGET, generated
+from support.blocking import TARGET, generated
 
 pytestmark = pytest.mark.real_time  # its server has threads
 
