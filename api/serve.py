@@ -5,7 +5,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias
+from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
 from starlette.requests import Request
@@ -40,13 +40,9 @@ from mallee.protocol.errors import InternalError, LookupIncomplete, MalleeError,
 from mallee.protocol.ids import CapsuleId, RequestId, Scope, account_of, capsule_id
 from mallee.router.dispatch.jobs import PrefillJob, QueueTerms
 from mallee.router.dispatch.promises import not_kept
-from mallee.runtime.tasks import Tasks
 
 TURN_TOKENS: Final = 2048  # of a backlog, written without a turn of the loop: a few milliseconds
 LOGPROBS_COST: Final = 16  # of a token's log-probabilities, as tokens
-
-CountSearch: TypeAlias = Callable[[str, float], None]
-"""Counts a search that has its result: the reason of its end, and seconds since its request."""
 
 _log = logging.getLogger(__name__)
 
@@ -108,9 +104,7 @@ class Server:
     clock: Callable[[], float]
     new_id: Callable[[], str]
     budgets: Budgets
-    tasks: Tasks  # prefills that no client waits for
     callbacks: Callbacks
-    count_search: CountSearch
 
     async def answer(self, request: Request, plan: Plan, answer_format: AnswerFormat) -> Response:
         """The whole answer, or a stream whose first delta is there: failures before it are raised.
@@ -195,7 +189,7 @@ class Server:
             stream = await self.gateway.requests.begin(promised, age_s(request), name=name)
             # Nothing is awaited before the task has it all.
             work = self._keep_promise(stream, capsule, keep, stay.pop_all())
-            self.tasks.spawn(work, name="prefill")
+            self.gateway.tasks.spawn(work, name="prefill")
         info = await self.gateway.capsules.show(capsule, job.scope)
         body = capsule_body(
             info, self.model_name, names_workers=caller.is_operator, ttl_s=job.ttl_s or None

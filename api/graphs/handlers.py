@@ -84,7 +84,7 @@ class GraphHandlers:
             account=account,
         )
         self._store.add(run)
-        self._server.tasks.spawn(self._work(run))
+        self._server.gateway.tasks.spawn(self._work(run))
 
         async def close() -> None:
             run.cancel()

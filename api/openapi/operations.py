@@ -640,16 +640,6 @@ OPERATIONS: Final = (
         refusals=(404,),
     ),
     Operation(
-        method="POST",
-        path="/close_session",
-        handler="sessions.close_named",
-        summary="End a session, as SGLang's clients do",
-        answer=sessions.SessionClosed,
-        body=sessions.CloseSessionRequest,
-        example={"session_id": "s"},
-        refusals=(404,),
-    ),
-    Operation(
         "GET",
         "/v1/router/explain",
         "operators.explain",

@@ -18,13 +18,12 @@ from mallee.api.sse import unless_gone
 from mallee.gateway.capsules.capsules import CapsuleInfo
 from mallee.gateway.sessions.sessions import SessionView
 from mallee.protocol.api.sessions import (
-    CloseSessionRequest,
     Session,
     SessionForkRequest,
     SessionList,
     SessionRequest,
 )
-from mallee.protocol.errors import BadRequest, InvalidParameter, NotFound
+from mallee.protocol.errors import InvalidParameter, NotFound
 from mallee.protocol.gateways.session_notes import NodeNote
 from mallee.protocol.ids import CapsuleId, Scope
 
@@ -90,17 +89,7 @@ class SessionHandlers:
         return json_response({**body, "capsule": view.nodes[0].capsule})
 
     async def close(self, request: Request) -> Response:
-        return await self._close(request, _session(request), self._asking.scope(request))
-
-    async def close_named(self, request: Request) -> Response:
-        """SGLang's: the body names the session."""
-        asked = await self._asking.read(request, CloseSessionRequest)
-        if not asked.body.session_id:
-            raise BadRequest("session_id is required", param="session_id")
-        check_session(asked.body.session_id, "session_id")
-        return await self._close(request, asked.body.session_id, asked.scope)
-
-    async def _close(self, request: Request, session: str, scope: Scope) -> Response:
+        session, scope = _session(request), self._asking.scope(request)
         await self._gateway.sessions.learn(session, scope)
         closed = await self._gateway.sessions.close(session, scope)
         for capsule in closed.released:

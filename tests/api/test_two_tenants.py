@@ -76,8 +76,6 @@ def calls(operation: Operation, names: dict[str, str]) -> tuple[str, Any] | None
     path = template(operation.path)
     params = set(re.findall(r"{(\w+)}", path)) - set(OWN)
     body: Any = None if operation.body is None else dict(operation.example)
-    if operation.handler == "sessions.close_named":
-        body, params = {"session_id": names["session"]}, {"session"}
     if not params or operation.handler in MAKING:
         return None
     for name, value in names.items():

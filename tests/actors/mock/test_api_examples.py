@@ -158,7 +158,7 @@ NAMED = {"file": "main.js", "model": "tiny", "worker": "none-of-ours", "branch":
 async def things(client: httpx.AsyncClient, operation: Operation) -> dict[str, str]:
     """Ids for the path's parameters, of things just made; a new parameter needs its case here.
 
-    The session that the example forks into is none yet, and the one that it closes is there.
+    The session that the example forks into is none yet.
     """
     made: dict[str, str] = {}
 
@@ -166,9 +166,6 @@ async def things(client: httpx.AsyncClient, operation: Operation) -> dict[str, s
         return (await client.post(path, json=body)).json()
 
     await client.delete("/v1/sessions/another")
-    if operation.handler == "sessions.close_named":
-        closed = {"session": operation.example["session_id"]}
-        await posted("/v1/completions", {**A_MALLEE, "mallee": closed})
     for name in names(operation):
         if name in MADE:
             made[name] = (await posted(*MADE[name]))["id"]

@@ -10,12 +10,12 @@ import pytest
 from starlette.datastructures import Headers
 from typer.testing import CliRunner
 
-from mallee.api.sessions.names import MAX_SESSION, SessionNames, read_session
+from mallee.api.sessions.names import SessionNames, read_session
 from mallee.api.text.chat import ChatTemplate
 from mallee.api.text.families import FAMILIES
 from mallee.cli.main import cli
 from mallee.client import AsyncMallee, Mallee, NotFound, Session, UnknownCapsule
-from mallee.protocol.api.shared import AnyRequest, Extras
+from mallee.protocol.api.shared import MAX_SESSION, AnyRequest, Extras
 from mallee.protocol.errors import InvalidParameter
 from mallee.testing.random_model import random_model
 from support.live_api import served
@@ -83,7 +83,7 @@ async def test_a_conversation_is_a_tree_of_capsules() -> None:
         assert (closed["released"], closed["left"], closed["cancelled"]) == (1, 0, 0)
         assert (await client.get(f"/v1/capsules/{capsule_of(d)}")).status_code == 404
         assert (await client.get(f"/v1/capsules/{capsule_of(b)}")).status_code == 200
-        closed = (await client.post("/close_session", json={"session_id": "s"})).json()
+        closed = (await client.delete("/v1/sessions/s")).json()
         assert closed["released"] == 5
         assert (await client.get("/v1/sessions/s")).status_code == 404
         left = (await client.get("/v1/capsules")).json()["data"]
@@ -413,7 +413,6 @@ async def test_a_name_with_a_slash_is_refused_wherever_one_is_given() -> None:
             ),
             ("POST", "/v1/sessions/s/fork", {"session": "a/b"}, "session"),
             ("PUT", "/v1/sessions/s", {"budget": {"tokens": 9}, "parent": "a/b"}, "parent"),
-            ("POST", "/close_session", {"session_id": "a/b"}, "session_id"),
         ]
         for method, path, body, param in bodies:
             error = (await client.request(method, path, json=body)).json()["error"]
