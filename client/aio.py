@@ -35,7 +35,6 @@ from mallee.client.base import (
     READY_S,
     failing_as,
     openai_options,
-    raise_refusal_async,
     ready_waits,
     retry_after_s,
     was_cut,
@@ -98,13 +97,16 @@ from mallee.protocol.api.sessions import Session as SessionData
 from mallee.protocol.errors import InvalidParameter, MalleeError, NotFound, UnknownCapsule
 
 if TYPE_CHECKING:  # httpx costs 100 ms to import: loaded by the first client, not by the import
+    from os import PathLike
+
     import httpx
 
     from mallee.client.base import OpenAIClient
-    from mallee.client.graphs.aio import AsyncGraphRun
-    from mallee.client.graphs.builder import Graph, Handle
+    from mallee.client.graphs.builder import Graph
+    from mallee.client.graphs.running import AsyncGraphRun
     from mallee.client.searches.local import AsyncValue, LogprobScore
     from mallee.client.searches.remote import ServiceUrl, Where
+    from mallee.graphs.nodes import Handle
     from mallee.search.policy import Policy, SearchBudget
     from mallee.search.results import SearchResult
     from mallee.search.scores import Verifier
@@ -203,24 +205,24 @@ class AsyncAsking(ABC):
         *,
         outputs: "Sequence[Handle]" = (),
         max_running: int | None = None,
+        journal: "str | PathLike[str] | None" = None,
         cache_salt: str | None = None,
         **terms: Unpack[Terms],
     ) -> "AsyncGraphRun":
         """Run a graph. `outputs`: by default the nodes that no other takes from.
 
-        Raises InvalidGraph for one that can't run, before it is sent where that shows here.
+        `journal`: a file that gets what is done, from which the same graph goes on; one run at a time has it.
+        A `budget` bounds all of its nodes together. Raises InvalidGraph for one that can't run.
         """
-        from mallee.client.graphs.aio import AsyncGraphRun
-        from mallee.client.graphs.builder import run_graph
+        from mallee.client.graphs.running import AsyncGraphRun
 
-        params = self._params({"cache_salt": cache_salt, **terms})
         return AsyncGraphRun(
-            run_graph(graph, outputs, max_running, params),
-            graph.tools,
-            base_url=self.base_url,
-            request=partial(self._request, stream=True),
-            send=self._send,
-            max_retries=self.max_retries,
+            self,
+            graph,
+            outputs,
+            max_running=max_running,
+            journal=journal,
+            params=self._params({"cache_salt": cache_salt, **terms}),
         )
 
     async def search(
@@ -263,10 +265,19 @@ class AsyncAsking(ABC):
         self, policy: "Policy", begin: Mapping[str, Any], *, params: Mapping[str, Any], **asked: Any
     ) -> "SearchResult":
         """The result of a search that the gateway runs."""
-        from mallee.client.searches.remote import run_async, search_call
+        from mallee.client.searches.remote import SearchReader, search_call
 
-        call = search_call(policy, begin, params=self._params(params), **asked)
-        return await run_async(call, self.base_url, partial(self._request, stream=True))
+        call = search_call(policy, begin, params=calls.nested(self._params(params)), **asked)
+        response = await self._begun(call)
+        reader = SearchReader(self.base_url + call.path)
+        try:
+            with failing_as(StreamBroken, reader.url):
+                async for chunk in response.aiter_raw():
+                    if reader.feed(chunk):
+                        break
+        finally:
+            await response.aclose()
+        return reader.finished()
 
     @abstractmethod
     async def _request(
@@ -288,8 +299,22 @@ class AsyncAsking(ABC):
         raw, headers = response.content, response.headers
         return read_answer(response.status_code, raw, self.base_url, headers)
 
+    async def _begun(self, call: Call) -> "httpx.Response":
+        """A stream, once the server has accepted the call. Raises the server's error, StreamBroken."""
+        response = await self._request(call, stream=True)
+        if response.status_code >= 400:
+            url = self.base_url + call.path
+            try:
+                with failing_as(StreamBroken, url):
+                    raw = await response.aread()
+            finally:
+                await response.aclose()
+            read_answer(response.status_code, raw, url, response.headers)
+        return response
+
     def _params(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        return calls.nested({"model": self.model, **params})
+        """The parameters, with those that all requests of this client have."""
+        return {"model": self.model, **params}
 
     def _open(self, call: Call) -> "AsyncBranches":
         return AsyncBranches(self, call)
@@ -339,6 +364,7 @@ class AsyncMallee(AsyncAsking):
         self._headers = {"Content-Type": "application/json", **default_headers}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
+        self._given = http_client
         self._http = httpx.AsyncClient() if http_client is None else http_client
         self._is_owner = http_client is None
 
@@ -654,8 +680,10 @@ class AsyncCapsule:
         self.worker = data.worker
         self.tokens = data.tokens
         self.model = data.model
-        self.prefill_tokens = data.prefill_tokens
-        self.cached_tokens = data.cached_tokens
+        self.prefill_tokens, self.cached_tokens = (
+            num if isinstance(num, int) else None
+            for num in (data.prefill_tokens, data.cached_tokens)
+        )
         self.is_open = is_open
         self.data = data
 
@@ -779,9 +807,7 @@ class AsyncCapsule:
         from anyio.to_thread import run_sync
 
         client, call = self._client, calls.export(self.id, self._cache_salt)
-        response, url = await client._request(call, stream=True), client.base_url + call.path
-        if response.status_code >= 400:
-            await raise_refusal_async(response, url)
+        response, url = await client._begun(call), client.base_url + call.path
         counted = Counted(file_nbytes(response.headers), progress)
         try:
             with failing_as(StreamBroken, url), written(target) as file:
@@ -1013,15 +1039,8 @@ class AsyncBranches:
     async def _opened(self) -> "httpx.Response":
         if self._response is None:
             self._began = time.perf_counter()
-            self._response = await self._sent()
+            self._response = await self._client._begun(self._call)
         return self._response
-
-    async def _sent(self) -> "httpx.Response":
-        """Raises the error that the server answered with."""
-        response = await self._client._request(self._call, stream=True)
-        if response.status_code >= 400:
-            await raise_refusal_async(response, self._url)
-        return response
 
     async def _again(self) -> None:
         """Ask for the same answer again. Raises the server's error, StreamBroken if it is another answer."""
@@ -1029,7 +1048,7 @@ class AsyncBranches:
 
         await self._drop()
         await sleep(CUT_WAIT_S)
-        self._response = await self._sent()
+        self._response = await self._client._begun(self._call)
         if self._num_read and self._response.headers.get("idempotent-replayed") != "true":
             raise StreamBroken(self._url, "another gateway knows nothing of it")
         self._num_known = self._num_read

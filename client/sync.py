@@ -24,7 +24,6 @@ from mallee.client.base import (
     READY_S,
     failing_as,
     openai_options,
-    raise_refusal,
     ready_waits,
     retry_after_s,
     was_cut,
@@ -87,13 +86,16 @@ from mallee.protocol.api.sessions import Session as SessionData
 from mallee.protocol.errors import InvalidParameter, MalleeError, NotFound, UnknownCapsule
 
 if TYPE_CHECKING:
+    from os import PathLike
+
     import httpx
 
     from mallee.client.base import OpenAIClient
-    from mallee.client.graphs.builder import Graph, Handle
-    from mallee.client.graphs.running import GraphRun
+    from mallee.client.graphs.blocking import GraphRun
+    from mallee.client.graphs.builder import Graph
     from mallee.client.searches.local import LogprobScore, Value
     from mallee.client.searches.remote import ServiceUrl, Where
+    from mallee.graphs.nodes import Handle
     from mallee.search.policy import Policy, SearchBudget
     from mallee.search.results import SearchResult
     from mallee.search.scores import Verifier
@@ -192,24 +194,24 @@ class Asking(ABC):
         *,
         outputs: "Sequence[Handle]" = (),
         max_running: int | None = None,
+        journal: "str | PathLike[str] | None" = None,
         cache_salt: str | None = None,
         **terms: Unpack[Terms],
     ) -> "GraphRun":
         """Run a graph. `outputs`: by default the nodes that no other takes from.
 
-        Raises InvalidGraph for one that can't run, before it is sent where that shows here.
+        `journal`: a file that gets what is done, from which the same graph goes on; one run at a time has it.
+        A `budget` bounds all of its nodes together. Raises InvalidGraph for one that can't run.
         """
-        from mallee.client.graphs.builder import run_graph
-        from mallee.client.graphs.running import GraphRun
+        from mallee.client.graphs.blocking import GraphRun
 
-        params = self._params({"cache_salt": cache_salt, **terms})
         return GraphRun(
-            run_graph(graph, outputs, max_running, params),
-            graph.tools,
-            base_url=self.base_url,
-            request=partial(self._request, stream=True),
-            send=self._send,
-            max_retries=self.max_retries,
+            self,
+            graph,
+            outputs,
+            max_running=max_running,
+            journal=journal,
+            params=self._params({"cache_salt": cache_salt, **terms}),
         )
 
     def search(
@@ -252,10 +254,19 @@ class Asking(ABC):
         self, policy: "Policy", begin: Mapping[str, Any], *, params: Mapping[str, Any], **asked: Any
     ) -> "SearchResult":
         """The result of a search that the gateway runs."""
-        from mallee.client.searches.remote import run, search_call
+        from mallee.client.searches.remote import SearchReader, search_call
 
-        call = search_call(policy, begin, params=self._params(params), **asked)
-        return run(call, self.base_url, partial(self._request, stream=True))
+        call = search_call(policy, begin, params=calls.nested(self._params(params)), **asked)
+        response = self._begun(call)
+        reader = SearchReader(self.base_url + call.path)
+        try:
+            with failing_as(StreamBroken, reader.url):
+                for chunk in response.iter_raw():
+                    if reader.feed(chunk):
+                        break
+        finally:
+            response.close()
+        return reader.finished()
 
     @abstractmethod
     def _request(
@@ -277,8 +288,22 @@ class Asking(ABC):
         raw, headers = (response.content, response.headers)
         return read_answer(response.status_code, raw, self.base_url, headers)
 
+    def _begun(self, call: Call) -> "httpx.Response":
+        """A stream, once the server has accepted the call. Raises the server's error, StreamBroken."""
+        response = self._request(call, stream=True)
+        if response.status_code >= 400:
+            url = self.base_url + call.path
+            try:
+                with failing_as(StreamBroken, url):
+                    raw = response.read()
+            finally:
+                response.close()
+            read_answer(response.status_code, raw, url, response.headers)
+        return response
+
     def _params(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        return calls.nested({"model": self.model, **params})
+        """The parameters, with those that all requests of this client have."""
+        return {"model": self.model, **params}
 
     def _open(self, call: Call) -> "Branches":
         return Branches(self, call).__enter__()
@@ -328,6 +353,7 @@ class Mallee(Asking):
         self._headers = {"Content-Type": "application/json", **default_headers}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
+        self._given = http_client
         self._http = httpx.Client() if http_client is None else http_client
         self._is_owner = http_client is None
 
@@ -621,8 +647,10 @@ class Capsule:
         self.worker = data.worker
         self.tokens = data.tokens
         self.model = data.model
-        self.prefill_tokens = data.prefill_tokens
-        self.cached_tokens = data.cached_tokens
+        self.prefill_tokens, self.cached_tokens = (
+            num if isinstance(num, int) else None
+            for num in (data.prefill_tokens, data.cached_tokens)
+        )
         self.is_open = is_open
         self.data = data
 
@@ -744,9 +772,7 @@ class Capsule:
         only when all of it is there. Raises StreamBroken.
         """
         client, call = (self._client, calls.export(self.id, self._cache_salt))
-        response, url = (client._request(call, stream=True), client.base_url + call.path)
-        if response.status_code >= 400:
-            raise_refusal(response, url)
+        response, url = (client._begun(call), client.base_url + call.path)
         counted = Counted(file_nbytes(response.headers), progress)
         try:
             with failing_as(StreamBroken, url), written(target) as file:
@@ -941,15 +967,8 @@ class Branches:
     def _opened(self) -> "httpx.Response":
         if self._response is None:
             self._began = time.perf_counter()
-            self._response = self._sent()
+            self._response = self._client._begun(self._call)
         return self._response
-
-    def _sent(self) -> "httpx.Response":
-        """Raises the error that the server answered with."""
-        response = self._client._request(self._call, stream=True)
-        if response.status_code >= 400:
-            raise_refusal(response, self._url)
-        return response
 
     def _again(self) -> None:
         """Ask for the same answer again. Raises the server's error, StreamBroken if it is another answer."""
@@ -957,7 +976,7 @@ class Branches:
 
         self._drop()
         sleep(CUT_WAIT_S)
-        self._response = self._sent()
+        self._response = self._client._begun(self._call)
         if self._num_read and self._response.headers.get("idempotent-replayed") != "true":
             raise StreamBroken(self._url, "another gateway knows nothing of it")
         self._num_known = self._num_read
