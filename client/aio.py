@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Self, Unpack, overload
 
 import msgspec
 
-from mallee.client import calls
+from mallee.client import calls, files, sessions
 from mallee.client.base import (
     CUT_WAIT_S,
     DEFAULT_MAX_RETRIES,
@@ -39,36 +39,9 @@ from mallee.client.base import (
     retry_after_s,
     was_cut,
 )
-from mallee.client.calls import (
-    Budget,
-    Call,
-    Forks,
-    Generation,
-    Going,
-    Importing,
-    InjectMode,
-    Message,
-    Prefilling,
-    Prompt,
-    Sampling,
-    Stepping,
-    Suffix,
-    Terms,
-    Wanted,
-)
+from mallee.client.calls import Call
 from mallee.client.critic import AsyncCritic, AsyncScore
 from mallee.client.errors import ConnectionFailed, StreamBroken, from_body
-from mallee.client.files import (
-    PIECE_NBYTES,
-    Counted,
-    File,
-    Progress,
-    file_headers,
-    file_nbytes,
-    length,
-    opened,
-    written,
-)
 from mallee.client.html import tree_html
 from mallee.client.results import (
     BranchEvent,
@@ -78,15 +51,6 @@ from mallee.client.results import (
     read_answer,
     read_as,
     read_health,
-)
-from mallee.client.sessions import (
-    SessionTree,
-    bound_session,
-    close_session,
-    fork_session,
-    list_sessions,
-    made_up,
-    show_session,
 )
 from mallee.client.sse import SseParser
 from mallee.protocol.api.capsules import CapsuleCount, RequestLife
@@ -122,30 +86,30 @@ class AsyncAsking(ABC):
     @overload
     async def complete(
         self,
-        prompt: Prompt | None = None,
+        prompt: calls.Prompt | None = None,
         *,
-        messages: Sequence[Message] | None = None,
+        messages: Sequence[calls.Message] | None = None,
         n: None = None,
-        **params: Unpack[Generation],
+        **params: Unpack[calls.Generation],
     ) -> "AsyncBranch": ...
 
     @overload
     async def complete(
         self,
-        prompt: Prompt | None = None,
+        prompt: calls.Prompt | None = None,
         *,
-        messages: Sequence[Message] | None = None,
+        messages: Sequence[calls.Message] | None = None,
         n: int,
-        **params: Unpack[Generation],
+        **params: Unpack[calls.Generation],
     ) -> "list[AsyncBranch]": ...
 
     async def complete(
         self,
-        prompt: Prompt | None = None,
+        prompt: calls.Prompt | None = None,
         *,
-        messages: Sequence[Message] | None = None,
+        messages: Sequence[calls.Message] | None = None,
         n: int | None = None,
-        **params: Unpack[Generation],
+        **params: Unpack[calls.Generation],
     ) -> "AsyncBranch | list[AsyncBranch]":
         """The finished answer to one prompt or conversation; with `n` a list of so many to each prompt.
 
@@ -159,25 +123,25 @@ class AsyncAsking(ABC):
 
     def stream(
         self,
-        prompt: Prompt | None = None,
+        prompt: calls.Prompt | None = None,
         *,
-        messages: Sequence[Message] | None = None,
+        messages: Sequence[calls.Message] | None = None,
         n: int | None = None,
-        **params: Unpack[Generation],
+        **params: Unpack[calls.Generation],
     ) -> "AsyncBranches":
         """An answer to `prompt` or `messages`; n > 1 branches stream together."""
         return self._open(calls.generate(prompt, messages, self._params({"n": n, **params})))
 
     def prefill(
         self,
-        prompt: Prompt | None = None,
+        prompt: calls.Prompt | None = None,
         *,
-        messages: Sequence[Message] | None = None,
+        messages: Sequence[calls.Message] | None = None,
         add_generation_prompt: bool = False,
         ttl_s: float | None = None,
         cache_salt: str | None = None,
         wait: bool = True,
-        **terms: Unpack[Prefilling],
+        **terms: Unpack[calls.Prefilling],
     ) -> "PendingCapsule":
         """Compute a prompt once and keep its state as a capsule, until deleted or `ttl_s` idle.
 
@@ -207,7 +171,7 @@ class AsyncAsking(ABC):
         max_running: int | None = None,
         journal: "str | PathLike[str] | None" = None,
         cache_salt: str | None = None,
-        **terms: Unpack[Terms],
+        **terms: Unpack[calls.Terms],
     ) -> "AsyncGraphRun":
         """Run a graph. `outputs`: by default the nodes that no other takes from.
 
@@ -228,16 +192,16 @@ class AsyncAsking(ABC):
     async def search(
         self,
         policy: "Policy",
-        prompt: Prompt | None = None,
+        prompt: calls.Prompt | None = None,
         *,
-        messages: Sequence[Message] | None = None,
+        messages: Sequence[calls.Message] | None = None,
         score: "AsyncValue | Verifier | LogprobScore | ServiceUrl" = "mean_logprob",
         seed: int = 0,
         budget: "SearchBudget | None" = None,
         ends: Sequence[str] = (),
         where: "Where" = "client",
         cache_salt: str | None = None,
-        **params: Unpack[Stepping],
+        **params: Unpack[calls.Stepping],
     ) -> "SearchResult":
         """Compute a prompt or conversation once and search for the best text that goes on from it.
 
@@ -329,7 +293,9 @@ class AsyncAsking(ABC):
     def _restore(self, capsule: str, params: Mapping[str, Any]) -> "AsyncBranches":
         return self._open(calls.restore(capsule, self._params(params)))
 
-    def _fork(self, capsule: str, branches: Forks, params: Mapping[str, Any]) -> "AsyncBranches":
+    def _fork(
+        self, capsule: str, branches: calls.Forks, params: Mapping[str, Any]
+    ) -> "AsyncBranches":
         return self._open(calls.fork(capsule, branches, self._params(params)))
 
 
@@ -428,7 +394,7 @@ class AsyncMallee(AsyncAsking):
         after: str | None = None,
         limit: int = calls.MAX_PAGE,
         cache_salt: str | None = None,
-        **wanted: Unpack[Wanted],
+        **wanted: Unpack[calls.Wanted],
     ) -> "AsyncIterator[AsyncCapsule]":
         """The caller's capsules that are `wanted`, by id, those after `after`: `limit` of them a request."""
         asked = partial(calls.list_capsules, wanted, limit, cache_salt)
@@ -438,13 +404,13 @@ class AsyncMallee(AsyncAsking):
             )
 
     async def count_capsules(
-        self, *, cache_salt: str | None = None, **wanted: Unpack[Wanted]
+        self, *, cache_salt: str | None = None, **wanted: Unpack[calls.Wanted]
     ) -> CapsuleCount:
         """The number of the caller's capsules that are `wanted`, and of their tokens."""
         return read_as(await self._send(calls.count_capsules(wanted, cache_salt)), CapsuleCount)
 
     async def delete_capsules(
-        self, *, all: bool = False, cache_salt: str | None = None, **wanted: Unpack[Wanted]
+        self, *, all: bool = False, cache_salt: str | None = None, **wanted: Unpack[calls.Wanted]
     ) -> int:
         """Delete the caller's capsules that are `wanted`, or with `all` every one; returns how many.
 
@@ -462,7 +428,7 @@ class AsyncMallee(AsyncAsking):
         cache_salt: str | None = None,
     ) -> AsyncIterator[SessionData]:
         """The caller's sessions by name, those after `after`: `limit` of them a request."""
-        async for body in self._pages(partial(list_sessions, limit, cache_salt), after):
+        async for body in self._pages(partial(sessions.list_sessions, limit, cache_salt), after):
             yield read_as(body, SessionData)
 
     async def _pages(
@@ -478,7 +444,7 @@ class AsyncMallee(AsyncAsking):
 
     def session(self, name: str | None = None, *, cache_salt: str | None = None) -> "AsyncSession":
         """A session by name, or one with a name that no other has. Nothing is sent yet."""
-        return AsyncSession(self, made_up() if name is None else name, cache_salt)
+        return AsyncSession(self, sessions.made_up() if name is None else name, cache_salt)
 
     async def request(self, request: str, *, cache_salt: str | None = None) -> RequestLife:
         """The course of a request, while it runs and afterwards: docs/api/requests.md. Raises NotFound."""
@@ -486,11 +452,11 @@ class AsyncMallee(AsyncAsking):
 
     def import_capsule(
         self,
-        source: File,
+        source: files.File,
         *,
         cache_salt: str | None = None,
-        progress: Progress | None = None,
-        **params: Unpack[Importing],
+        progress: files.Progress | None = None,
+        **params: Unpack[calls.Importing],
     ) -> "PendingCapsule":
         """A capsule from the file of an export, by path or open, of this model.
 
@@ -500,11 +466,14 @@ class AsyncMallee(AsyncAsking):
         return PendingCapsule(self._imported(call, source, progress))
 
     async def _imported(
-        self, call: Call, source: File, progress: Progress | None
+        self, call: Call, source: files.File, progress: files.Progress | None
     ) -> "AsyncCapsule":
-        with opened(source) as file:
-            total = length(file)
-            content, headers = _pieces(file, Counted(total, progress)), file_headers(total)
+        with files.opened(source) as file:
+            total = files.length(file)
+            content, headers = (
+                _pieces(file, files.Counted(total, progress)),
+                files.file_headers(total),
+            )
             response = await self._request(call, content=content, headers=headers)
         raw, url = response.content, self.base_url
         body = read_answer(response.status_code, raw, url, response.headers)
@@ -603,16 +572,18 @@ class AsyncSession(AsyncAsking):
         salt = self.cache_salt if cache_salt is None else cache_salt
         return super().capsule(capsule, cache_salt=salt)
 
-    async def show(self) -> SessionTree:
+    async def show(self) -> sessions.SessionTree:
         """Its tree of capsules. Raises NotFound while it has none."""
-        return read_as(await self._send(show_session(self.id, self.cache_salt)), SessionTree)
+        return read_as(
+            await self._send(sessions.show_session(self.id, self.cache_salt)), sessions.SessionTree
+        )
 
-    async def give_budget(self, budget: Budget, *, parent: str | None = None) -> BoundSession:
+    async def give_budget(self, budget: calls.Budget, *, parent: str | None = None) -> BoundSession:
         """Bound all that is asked in this session and below it, from now on; it may be new, below `parent`.
 
         Given again, it changes the limits. Raises InvalidParameter for more than is left above, BudgetSpent.
         """
-        call = bound_session(self.id, budget, parent, self.cache_salt)
+        call = sessions.bound_session(self.id, budget, parent, self.cache_salt)
         return read_as(await self._send(call), BoundSession)
 
     async def fork(
@@ -620,20 +591,20 @@ class AsyncSession(AsyncAsking):
         new: str | None = None,
         *,
         capsule: str | None = None,
-        budget: Budget | None = None,
+        budget: calls.Budget | None = None,
     ) -> "AsyncSession":
         """A session `new`, or of a made-up name, that begins with this one's newest capsule, or `capsule`.
 
         That is its `root`, from which requests go on. `budget` is reserved of what is left here. Raises
         NotFound, InvalidParameter, BudgetSpent.
         """
-        call = fork_session(self.id, new, capsule, self.cache_salt, budget=budget)
+        call = sessions.fork_session(self.id, new, capsule, self.cache_salt, budget=budget)
         made = read_as(await self._send(call, max_retries=0), SessionFork)
         return AsyncSession(self._client, made.id, self.cache_salt, made.capsule)
 
     async def close(self) -> SessionClosed:
         """Release its capsules, end its requests and forget it. Raises NotFound."""
-        call = close_session(self.id, self.cache_salt)
+        call = sessions.close_session(self.id, self.cache_salt)
         return read_as(await self._send(call, max_retries=0), SessionClosed)
 
     async def __aenter__(self) -> Self:
@@ -703,7 +674,7 @@ class AsyncCapsule:
         return self
 
     def fork(
-        self, branches: Forks, *, at: int | None = None, **params: Unpack[Sampling]
+        self, branches: calls.Forks, *, at: int | None = None, **params: Unpack[calls.Sampling]
     ) -> "AsyncBranches":
         """Continue once per suffix (text, token ids, or {"messages": [...]}), or n times.
 
@@ -720,7 +691,7 @@ class AsyncCapsule:
         salt = {"cache_salt": self._cache_salt}
         return self._client._fork(self.id, branches, {"at": at, **salt, **params})
 
-    def restore(self, **params: Unpack[Going]) -> "AsyncBranches":
+    def restore(self, **params: Unpack[calls.Going]) -> "AsyncBranches":
         """Go on as the very branch that the capsule was taken from.
 
         Its sampling, stream of draws, limits, penalties and form go on; with `at` from an earlier token of
@@ -737,7 +708,7 @@ class AsyncCapsule:
         budget: "SearchBudget | None" = None,
         ends: Sequence[str] = (),
         where: "Where" = "client",
-        **params: Unpack[Stepping],
+        **params: Unpack[calls.Stepping],
     ) -> "SearchResult":
         """Search for the best text that goes on from here; see docs/sdk.md.
 
@@ -798,7 +769,7 @@ class AsyncCapsule:
         """Forget the state. Raises UnknownCapsule if it is gone already."""
         await self._client._send(calls.delete_capsule(self.id, self._cache_salt))
 
-    async def export(self, target: File, *, progress: Progress | None = None) -> int:
+    async def export(self, target: files.File, *, progress: files.Progress | None = None) -> int:
         """Write it to a file, by path or open; returns the number of bytes.
 
         Another server with the same model goes on from it exactly: `import_capsule`. A path has its file
@@ -808,9 +779,9 @@ class AsyncCapsule:
 
         client, call = self._client, calls.export(self.id, self._cache_salt)
         response, url = await client._begun(call), client.base_url + call.path
-        counted = Counted(file_nbytes(response.headers), progress)
+        counted = files.Counted(files.file_nbytes(response.headers), progress)
         try:
-            with failing_as(StreamBroken, url), written(target) as file:
+            with failing_as(StreamBroken, url), files.written(target) as file:
                 async for data in response.aiter_raw():
                     await run_sync(file.write, data)
                     counted.add(len(data))
@@ -865,11 +836,11 @@ class PendingCapsule:
         await self._capsule.__aexit__(kind, *error)
 
 
-async def _pieces(file: BinaryIO, counted: Counted) -> AsyncIterator[bytes]:
+async def _pieces(file: BinaryIO, counted: files.Counted) -> AsyncIterator[bytes]:
     """The bytes of `file` from its position on."""
     from anyio.to_thread import run_sync
 
-    while data := await run_sync(file.read, PIECE_NBYTES):
+    while data := await run_sync(file.read, files.PIECE_NBYTES):
         counted.add(len(data))
         yield data
 
@@ -882,13 +853,13 @@ class AsyncBranch(BranchState):
     cache_salt: str | None = field(default=None, compare=False)
 
     def fork(
-        self, branches: Forks, *, at: int | None = None, **params: Unpack[Sampling]
+        self, branches: calls.Forks, *, at: int | None = None, **params: Unpack[calls.Sampling]
     ) -> "AsyncBranches":
         """Continue where the branch ended, as `AsyncCapsule.fork` does. Raises NoCapsule."""
         salt = {"cache_salt": self.cache_salt}
         return self._asking._fork(self.need_capsule(), branches, {"at": at, **salt, **params})
 
-    def restore(self, **params: Unpack[Going]) -> "AsyncBranches":
+    def restore(self, **params: Unpack[calls.Going]) -> "AsyncBranches":
         """Go on as this very branch, as `AsyncCapsule.restore` does. Raises NoCapsule."""
         salt = {"cache_salt": self.cache_salt}
         return self._asking._restore(self.need_capsule(), {**salt, **params})
@@ -912,7 +883,7 @@ class AsyncBranch(BranchState):
         call = calls.capture(self._request, self.index, params)
         return self._asking._capsule(call, is_open=False)
 
-    async def inject(self, suffix: Suffix, *, mode: InjectMode = "append") -> int:
+    async def inject(self, suffix: calls.Suffix, *, mode: calls.InjectMode = "append") -> int:
         """Have the running branch go on after `suffix` at its next token, as if it had drawn it.
 
         Returns the tokens of the answer before it, once it is there. With mode "replace" what waits to be

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Self, Unpack, overload
 
 import msgspec
 
-from mallee.client import calls
+from mallee.client import calls, files, sessions
 from mallee.client.base import (
     CUT_WAIT_S,
     DEFAULT_MAX_RETRIES,
@@ -28,36 +28,9 @@ from mallee.client.base import (
     retry_after_s,
     was_cut,
 )
-from mallee.client.calls import (
-    Budget,
-    Call,
-    Forks,
-    Generation,
-    Going,
-    Importing,
-    InjectMode,
-    Message,
-    Prefilling,
-    Prompt,
-    Sampling,
-    Stepping,
-    Suffix,
-    Terms,
-    Wanted,
-)
+from mallee.client.calls import Call
 from mallee.client.critic import Critic, Score
 from mallee.client.errors import ConnectionFailed, StreamBroken, from_body
-from mallee.client.files import (
-    PIECE_NBYTES,
-    Counted,
-    File,
-    Progress,
-    file_headers,
-    file_nbytes,
-    length,
-    opened,
-    written,
-)
 from mallee.client.html import tree_html
 from mallee.client.results import (
     BranchEvent,
@@ -67,15 +40,6 @@ from mallee.client.results import (
     read_answer,
     read_as,
     read_health,
-)
-from mallee.client.sessions import (
-    SessionTree,
-    bound_session,
-    close_session,
-    fork_session,
-    list_sessions,
-    made_up,
-    show_session,
 )
 from mallee.client.sse import SseParser
 from mallee.protocol.api.capsules import CapsuleCount, RequestLife
@@ -111,30 +75,30 @@ class Asking(ABC):
     @overload
     def complete(
         self,
-        prompt: Prompt | None = None,
+        prompt: calls.Prompt | None = None,
         *,
-        messages: Sequence[Message] | None = None,
+        messages: Sequence[calls.Message] | None = None,
         n: None = None,
-        **params: Unpack[Generation],
+        **params: Unpack[calls.Generation],
     ) -> "Branch": ...
 
     @overload
     def complete(
         self,
-        prompt: Prompt | None = None,
+        prompt: calls.Prompt | None = None,
         *,
-        messages: Sequence[Message] | None = None,
+        messages: Sequence[calls.Message] | None = None,
         n: int,
-        **params: Unpack[Generation],
+        **params: Unpack[calls.Generation],
     ) -> "list[Branch]": ...
 
     def complete(
         self,
-        prompt: Prompt | None = None,
+        prompt: calls.Prompt | None = None,
         *,
-        messages: Sequence[Message] | None = None,
+        messages: Sequence[calls.Message] | None = None,
         n: int | None = None,
-        **params: Unpack[Generation],
+        **params: Unpack[calls.Generation],
     ) -> "Branch | list[Branch]":
         """The finished answer to one prompt or conversation; with `n` a list of so many to each prompt.
 
@@ -148,25 +112,25 @@ class Asking(ABC):
 
     def stream(
         self,
-        prompt: Prompt | None = None,
+        prompt: calls.Prompt | None = None,
         *,
-        messages: Sequence[Message] | None = None,
+        messages: Sequence[calls.Message] | None = None,
         n: int | None = None,
-        **params: Unpack[Generation],
+        **params: Unpack[calls.Generation],
     ) -> "Branches":
         """An answer to `prompt` or `messages`; n > 1 branches stream together."""
         return self._open(calls.generate(prompt, messages, self._params({"n": n, **params})))
 
     def prefill(
         self,
-        prompt: Prompt | None = None,
+        prompt: calls.Prompt | None = None,
         *,
-        messages: Sequence[Message] | None = None,
+        messages: Sequence[calls.Message] | None = None,
         add_generation_prompt: bool = False,
         ttl_s: float | None = None,
         cache_salt: str | None = None,
         wait: bool = True,
-        **terms: Unpack[Prefilling],
+        **terms: Unpack[calls.Prefilling],
     ) -> "Capsule":
         """Compute a prompt once and keep its state as a capsule, until deleted or `ttl_s` idle.
 
@@ -196,7 +160,7 @@ class Asking(ABC):
         max_running: int | None = None,
         journal: "str | PathLike[str] | None" = None,
         cache_salt: str | None = None,
-        **terms: Unpack[Terms],
+        **terms: Unpack[calls.Terms],
     ) -> "GraphRun":
         """Run a graph. `outputs`: by default the nodes that no other takes from.
 
@@ -217,16 +181,16 @@ class Asking(ABC):
     def search(
         self,
         policy: "Policy",
-        prompt: Prompt | None = None,
+        prompt: calls.Prompt | None = None,
         *,
-        messages: Sequence[Message] | None = None,
+        messages: Sequence[calls.Message] | None = None,
         score: "Value | Verifier | LogprobScore | ServiceUrl" = "mean_logprob",
         seed: int = 0,
         budget: "SearchBudget | None" = None,
         ends: Sequence[str] = (),
         where: "Where" = "client",
         cache_salt: str | None = None,
-        **params: Unpack[Stepping],
+        **params: Unpack[calls.Stepping],
     ) -> "SearchResult":
         """Compute a prompt or conversation once and search for the best text that goes on from it.
 
@@ -318,7 +282,7 @@ class Asking(ABC):
     def _restore(self, capsule: str, params: Mapping[str, Any]) -> "Branches":
         return self._open(calls.restore(capsule, self._params(params)))
 
-    def _fork(self, capsule: str, branches: Forks, params: Mapping[str, Any]) -> "Branches":
+    def _fork(self, capsule: str, branches: calls.Forks, params: Mapping[str, Any]) -> "Branches":
         return self._open(calls.fork(capsule, branches, self._params(params)))
 
 
@@ -417,7 +381,7 @@ class Mallee(Asking):
         after: str | None = None,
         limit: int = calls.MAX_PAGE,
         cache_salt: str | None = None,
-        **wanted: Unpack[Wanted],
+        **wanted: Unpack[calls.Wanted],
     ) -> "Iterator[Capsule]":
         """The caller's capsules that are `wanted`, by id, those after `after`: `limit` of them a request."""
         asked = partial(calls.list_capsules, wanted, limit, cache_salt)
@@ -425,13 +389,13 @@ class Mallee(Asking):
             yield Capsule(self, read_as(body, CapsuleData), is_open=False, cache_salt=cache_salt)
 
     def count_capsules(
-        self, *, cache_salt: str | None = None, **wanted: Unpack[Wanted]
+        self, *, cache_salt: str | None = None, **wanted: Unpack[calls.Wanted]
     ) -> CapsuleCount:
         """The number of the caller's capsules that are `wanted`, and of their tokens."""
         return read_as(self._send(calls.count_capsules(wanted, cache_salt)), CapsuleCount)
 
     def delete_capsules(
-        self, *, all: bool = False, cache_salt: str | None = None, **wanted: Unpack[Wanted]
+        self, *, all: bool = False, cache_salt: str | None = None, **wanted: Unpack[calls.Wanted]
     ) -> int:
         """Delete the caller's capsules that are `wanted`, or with `all` every one; returns how many.
 
@@ -449,7 +413,7 @@ class Mallee(Asking):
         cache_salt: str | None = None,
     ) -> Iterator[SessionData]:
         """The caller's sessions by name, those after `after`: `limit` of them a request."""
-        for body in self._pages(partial(list_sessions, limit, cache_salt), after):
+        for body in self._pages(partial(sessions.list_sessions, limit, cache_salt), after):
             yield read_as(body, SessionData)
 
     def _pages(self, asked: Callable[[str | None], Call], after: str | None) -> Iterator[Any]:
@@ -462,7 +426,7 @@ class Mallee(Asking):
 
     def session(self, name: str | None = None, *, cache_salt: str | None = None) -> "Session":
         """A session by name, or one with a name that no other has. Nothing is sent yet."""
-        return Session(self, made_up() if name is None else name, cache_salt)
+        return Session(self, sessions.made_up() if name is None else name, cache_salt)
 
     def request(self, request: str, *, cache_salt: str | None = None) -> RequestLife:
         """The course of a request, while it runs and afterwards: docs/api/requests.md. Raises NotFound."""
@@ -470,11 +434,11 @@ class Mallee(Asking):
 
     def import_capsule(
         self,
-        source: File,
+        source: files.File,
         *,
         cache_salt: str | None = None,
-        progress: Progress | None = None,
-        **params: Unpack[Importing],
+        progress: files.Progress | None = None,
+        **params: Unpack[calls.Importing],
     ) -> "Capsule":
         """A capsule from the file of an export, by path or open, of this model.
 
@@ -483,10 +447,15 @@ class Mallee(Asking):
         call = calls.import_capsule({"model": self.model, **params}, cache_salt)
         return self._imported(call, source, progress)
 
-    def _imported(self, call: Call, source: File, progress: Progress | None) -> "Capsule":
-        with opened(source) as file:
-            total = length(file)
-            content, headers = (_pieces(file, Counted(total, progress)), file_headers(total))
+    def _imported(
+        self, call: Call, source: files.File, progress: files.Progress | None
+    ) -> "Capsule":
+        with files.opened(source) as file:
+            total = files.length(file)
+            content, headers = (
+                _pieces(file, files.Counted(total, progress)),
+                files.file_headers(total),
+            )
             response = self._request(call, content=content, headers=headers)
         raw, url = (response.content, self.base_url)
         body = read_answer(response.status_code, raw, url, response.headers)
@@ -583,33 +552,39 @@ class Session(Asking):
         salt = self.cache_salt if cache_salt is None else cache_salt
         return super().capsule(capsule, cache_salt=salt)
 
-    def show(self) -> SessionTree:
+    def show(self) -> sessions.SessionTree:
         """Its tree of capsules. Raises NotFound while it has none."""
-        return read_as(self._send(show_session(self.id, self.cache_salt)), SessionTree)
+        return read_as(
+            self._send(sessions.show_session(self.id, self.cache_salt)), sessions.SessionTree
+        )
 
-    def give_budget(self, budget: Budget, *, parent: str | None = None) -> BoundSession:
+    def give_budget(self, budget: calls.Budget, *, parent: str | None = None) -> BoundSession:
         """Bound all that is asked in this session and below it, from now on; it may be new, below `parent`.
 
         Given again, it changes the limits. Raises InvalidParameter for more than is left above, BudgetSpent.
         """
-        call = bound_session(self.id, budget, parent, self.cache_salt)
+        call = sessions.bound_session(self.id, budget, parent, self.cache_salt)
         return read_as(self._send(call), BoundSession)
 
     def fork(
-        self, new: str | None = None, *, capsule: str | None = None, budget: Budget | None = None
+        self,
+        new: str | None = None,
+        *,
+        capsule: str | None = None,
+        budget: calls.Budget | None = None,
     ) -> "Session":
         """A session `new`, or of a made-up name, that begins with this one's newest capsule, or `capsule`.
 
         That is its `root`, from which requests go on. `budget` is reserved of what is left here. Raises
         NotFound, InvalidParameter, BudgetSpent.
         """
-        call = fork_session(self.id, new, capsule, self.cache_salt, budget=budget)
+        call = sessions.fork_session(self.id, new, capsule, self.cache_salt, budget=budget)
         made = read_as(self._send(call, max_retries=0), SessionFork)
         return Session(self._client, made.id, self.cache_salt, made.capsule)
 
     def close(self) -> SessionClosed:
         """Release its capsules, end its requests and forget it. Raises NotFound."""
-        call = close_session(self.id, self.cache_salt)
+        call = sessions.close_session(self.id, self.cache_salt)
         return read_as(self._send(call, max_retries=0), SessionClosed)
 
     def __enter__(self) -> Self:
@@ -670,7 +645,7 @@ class Capsule:
         return self
 
     def fork(
-        self, branches: Forks, *, at: int | None = None, **params: Unpack[Sampling]
+        self, branches: calls.Forks, *, at: int | None = None, **params: Unpack[calls.Sampling]
     ) -> "Branches":
         """Continue once per suffix (text, token ids, or {"messages": [...]}), or n times.
 
@@ -687,7 +662,7 @@ class Capsule:
         salt = {"cache_salt": self._cache_salt}
         return self._client._fork(self.id, branches, {"at": at, **salt, **params})
 
-    def restore(self, **params: Unpack[Going]) -> "Branches":
+    def restore(self, **params: Unpack[calls.Going]) -> "Branches":
         """Go on as the very branch that the capsule was taken from.
 
         Its sampling, stream of draws, limits, penalties and form go on; with `at` from an earlier token of
@@ -704,7 +679,7 @@ class Capsule:
         budget: "SearchBudget | None" = None,
         ends: Sequence[str] = (),
         where: "Where" = "client",
-        **params: Unpack[Stepping],
+        **params: Unpack[calls.Stepping],
     ) -> "SearchResult":
         """Search for the best text that goes on from here; see docs/sdk.md.
 
@@ -765,7 +740,7 @@ class Capsule:
         """Forget the state. Raises UnknownCapsule if it is gone already."""
         self._client._send(calls.delete_capsule(self.id, self._cache_salt))
 
-    def export(self, target: File, *, progress: Progress | None = None) -> int:
+    def export(self, target: files.File, *, progress: files.Progress | None = None) -> int:
         """Write it to a file, by path or open; returns the number of bytes.
 
         Another server with the same model goes on from it exactly: `import_capsule`. A path has its file
@@ -773,9 +748,9 @@ class Capsule:
         """
         client, call = (self._client, calls.export(self.id, self._cache_salt))
         response, url = (client._begun(call), client.base_url + call.path)
-        counted = Counted(file_nbytes(response.headers), progress)
+        counted = files.Counted(files.file_nbytes(response.headers), progress)
         try:
-            with failing_as(StreamBroken, url), written(target) as file:
+            with failing_as(StreamBroken, url), files.written(target) as file:
                 for data in response.iter_raw():
                     file.write(data)
                     counted.add(len(data))
@@ -803,9 +778,9 @@ class Capsule:
         return f"{type(self).__name__}({self.id!r}, worker={self.worker!r}, tokens={self.tokens})"
 
 
-def _pieces(file: BinaryIO, counted: Counted) -> Iterator[bytes]:
+def _pieces(file: BinaryIO, counted: files.Counted) -> Iterator[bytes]:
     """The bytes of `file` from its position on."""
-    while data := file.read(PIECE_NBYTES):
+    while data := file.read(files.PIECE_NBYTES):
         counted.add(len(data))
         yield data
 
@@ -818,13 +793,13 @@ class Branch(BranchState):
     cache_salt: str | None = field(default=None, compare=False)
 
     def fork(
-        self, branches: Forks, *, at: int | None = None, **params: Unpack[Sampling]
+        self, branches: calls.Forks, *, at: int | None = None, **params: Unpack[calls.Sampling]
     ) -> "Branches":
         """Continue where the branch ended, as `Capsule.fork` does. Raises NoCapsule."""
         salt = {"cache_salt": self.cache_salt}
         return self._asking._fork(self.need_capsule(), branches, {"at": at, **salt, **params})
 
-    def restore(self, **params: Unpack[Going]) -> "Branches":
+    def restore(self, **params: Unpack[calls.Going]) -> "Branches":
         """Go on as this very branch, as `Capsule.restore` does. Raises NoCapsule."""
         salt = {"cache_salt": self.cache_salt}
         return self._asking._restore(self.need_capsule(), {**salt, **params})
@@ -848,7 +823,7 @@ class Branch(BranchState):
         call = calls.capture(self._request, self.index, params)
         return self._asking._capsule(call, is_open=False)
 
-    def inject(self, suffix: Suffix, *, mode: InjectMode = "append") -> int:
+    def inject(self, suffix: calls.Suffix, *, mode: calls.InjectMode = "append") -> int:
         """Have the running branch go on after `suffix` at its next token, as if it had drawn it.
 
         Returns the tokens of the answer before it, once it is there. With mode "replace" what waits to be
