@@ -31,7 +31,6 @@ from mallee.api.entry.middleware import (
     caller_of,
 )
 from mallee.api.errors import RETRY_AFTER_S
-from mallee.api.graphs.handlers import GraphHandlers
 from mallee.api.jobs import JobMaker
 from mallee.api.messages.errors import AnthropicErrors
 from mallee.api.messages.handlers import MessagesHandlers
@@ -93,7 +92,6 @@ class Api:
         responses: Responses,
         messages: MessagesHandlers,
         branches: BranchHandlers,
-        graphs: GraphHandlers,
         *,
         created: int,
         draw_seed: Callable[[], int],
@@ -101,7 +99,6 @@ class Api:
         self.messages = messages
         self.sessions = SessionHandlers(server, asking, draw_seed=draw_seed)
         self.branches = branches
-        self.graphs = graphs
         self.capsules = CapsuleHandlers(server, maker, asking)
         self.records = RecordHandlers(server, asking)
         self.searches = SearchHandlers(
@@ -278,8 +275,7 @@ def build_api(
     turns = TurnMaker(reader, chat_reader, maker)
     stored = Responses(asking, server, turns, settings.responses, gateway.tasks)
     messages = MessagesHandlers(server, maker, asking, reader, chat_reader)
-    graphs = GraphHandlers(server, maker, reader, asking, settings=limits)
-    rooms = (stored, messages, BranchHandlers(gateway, maker, reader, asking), graphs)
+    rooms = (stored, messages, BranchHandlers(gateway, maker, reader, asking))
     tokenizing = Tokenizing(reader, chat_reader, tokenizer, window)
     api = Api(
         server, maker, asking, tokenizing, *rooms, created=model.created, draw_seed=draws.seed

@@ -17,7 +17,6 @@ from mallee.api.answers import (
     capsule_body,
     usage_body,
 )
-from mallee.api.branches.accounts import Budget
 from mallee.api.branches.budgets import Bound, Budgets
 from mallee.api.branches.watch import Watch
 from mallee.api.callbacks.callbacks import Callbacks
@@ -274,15 +273,11 @@ class Server:
     def bound(self, plan: Plan, after: CapsuleId | None = None) -> Bound | None:
         """The account that bounds a plan: its own, its capsule's (or that of `after`), its session's."""
         job = plan.jobs[0]  # of all
-        return self.bound_of(plan.budget, job.scope, job.terms, job.capsule or after or "")
-
-    def bound_of(
-        self, budget: Budget | None, scope: Scope, terms: QueueTerms, capsule: str = ""
-    ) -> Bound | None:
-        """The account for `budget`, below those of a capsule and of the session."""
-        if budget is None and not capsule and not terms.session:
+        capsule = job.capsule or after or ""
+        if plan.budget is None and not capsule and not job.terms.session:
             return None
-        return self.budgets.bound(budget, scope, capsule, self._session_budget(scope, terms))
+        session = self._session_budget(job.scope, job.terms)
+        return self.budgets.bound(plan.budget, job.scope, capsule, session)
 
     def named(self, scope: Scope, bound: Bound | None) -> Named:
         """A name for a request to come, from which its account can be told."""
@@ -393,16 +388,13 @@ async def prefill(
     job: PrefillJob,
     prepare_s: float,
     name: RequestId,
-    *,
-    placed: Callable[[RequestId], None] = lambda request: None,
 ) -> Delta:
-    """The last delta of `job`, which names the capsule. `placed` is called once a worker has it.
+    """The last delta of `job`, which names the capsule.
 
     Raises MalleeError. Cancelled, it leaves nothing running and no capsule.
     """
     stream = await gateway.requests.start(job, prepare_s, name=name)
     try:
-        placed(stream.request)
         return await _prefilled(stream)
     except asyncio.CancelledError:
         # The capsule may be made already, its delta unread: no client would know it.

@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from mallee.client.aio import AsyncBranch, AsyncBranches, AsyncCapsule, AsyncMallee, AsyncSession
 from mallee.client.calls import Budget, StopWhen
-from mallee.client.errors import ApiError, ConnectionFailed, NoCapsule, StreamBroken
+from mallee.client.errors import (
+    ApiError,
+    ConnectionFailed,
+    JournalFailed,
+    NoCapsule,
+    StreamBroken,
+)
 from mallee.client.results import BranchEvent, ToolCall, Usage
 from mallee.client.sessions import SessionTree
 from mallee.client.sync import Branch, Branches, Capsule, Mallee, Session
@@ -42,7 +48,6 @@ from mallee.protocol.errors import (
     KVMemoryExceeded,
     LookupIncomplete,
     MalleeError,
-    NotAwaited,
     NotFound,
     NoWorker,
     Overloaded,
@@ -58,16 +63,16 @@ from mallee.protocol.errors import (
     Unavailable,
     UnknownBranch,
     UnknownCapsule,
-    UnknownGraph,
     UnknownModel,
     WorkerLost,
 )
 
 if TYPE_CHECKING:  # graphs cost 30 ms to import, policies as much: loaded by those that use them
-    from mallee.client.graphs.aio import AsyncGraphRun
-    from mallee.client.graphs.builder import Graph, Handle
+    from mallee.client.graphs.blocking import GraphRun
+    from mallee.client.graphs.builder import Graph
     from mallee.client.graphs.results import GraphEvent, GraphNode, GraphResult
-    from mallee.client.graphs.running import GraphRun
+    from mallee.client.graphs.running import AsyncGraphRun
+    from mallee.graphs.nodes import Handle
     from mallee.search.policies.depth_first import DepthFirst
     from mallee.search.policies.levels import Beam, BreadthFirst, DiverseTrees
     from mallee.search.policies.mcts import Mcts
@@ -119,6 +124,7 @@ __all__ = [
     "IncompatibleCapsule",
     "InvalidGraph",
     "InvalidParameter",
+    "JournalFailed",
     "KVMemoryExceeded",
     "LookupIncomplete",
     "Mallee",
@@ -126,7 +132,6 @@ __all__ = [
     "Mcts",
     "NoCapsule",
     "NoWorker",
-    "NotAwaited",
     "NotFound",
     "Overloaded",
     "QueueFull",
@@ -154,7 +159,6 @@ __all__ = [
     "Unavailable",
     "UnknownBranch",
     "UnknownCapsule",
-    "UnknownGraph",
     "UnknownModel",
     "Usage",
     "Verifier",
@@ -163,7 +167,7 @@ __all__ = [
 ]
 
 _LATE = {
-    "AsyncGraphRun": "client.graphs.aio",
+    "AsyncGraphRun": "client.graphs.running",
     "Beam": "search.policies.levels",
     "BestOfN": "search.policies.sampling",
     "BreadthFirst": "search.policies.levels",
@@ -173,8 +177,8 @@ _LATE = {
     "GraphEvent": "client.graphs.results",
     "GraphNode": "client.graphs.results",
     "GraphResult": "client.graphs.results",
-    "GraphRun": "client.graphs.running",
-    "Handle": "client.graphs.builder",
+    "GraphRun": "client.graphs.blocking",
+    "Handle": "graphs.nodes",
     "Mcts": "search.policies.mcts",
     "SearchBudget": "search.policy",
     "SearchResult": "search.results",

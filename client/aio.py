@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Self, Unpack, overload
 
 import msgspec
 
-from mallee.client import calls
+from mallee.client import calls, files, sessions
 from mallee.client.base import (
     CUT_WAIT_S,
     DEFAULT_MAX_RETRIES,
@@ -35,41 +35,13 @@ from mallee.client.base import (
     READY_S,
     failing_as,
     openai_options,
-    raise_refusal_async,
     ready_waits,
     retry_after_s,
     was_cut,
 )
-from mallee.client.calls import (
-    Budget,
-    Call,
-    Forks,
-    Generation,
-    Going,
-    Importing,
-    InjectMode,
-    Message,
-    Prefilling,
-    Prompt,
-    Sampling,
-    Stepping,
-    Suffix,
-    Terms,
-    Wanted,
-)
+from mallee.client.calls import Call
 from mallee.client.critic import AsyncCritic, AsyncScore
 from mallee.client.errors import ConnectionFailed, StreamBroken, from_body
-from mallee.client.files import (
-    PIECE_NBYTES,
-    Counted,
-    File,
-    Progress,
-    file_headers,
-    file_nbytes,
-    length,
-    opened,
-    written,
-)
 from mallee.client.html import tree_html
 from mallee.client.results import (
     BranchEvent,
@@ -80,15 +52,6 @@ from mallee.client.results import (
     read_as,
     read_health,
 )
-from mallee.client.sessions import (
-    SessionTree,
-    bound_session,
-    close_session,
-    fork_session,
-    list_sessions,
-    made_up,
-    show_session,
-)
 from mallee.client.sse import SseParser
 from mallee.protocol.api.capsules import CapsuleCount, RequestLife
 from mallee.protocol.api.capsules import NewCapsule as CapsuleData
@@ -98,13 +61,16 @@ from mallee.protocol.api.sessions import Session as SessionData
 from mallee.protocol.errors import InvalidParameter, MalleeError, NotFound, UnknownCapsule
 
 if TYPE_CHECKING:  # httpx costs 100 ms to import: loaded by the first client, not by the import
+    from os import PathLike
+
     import httpx
 
     from mallee.client.base import OpenAIClient
-    from mallee.client.graphs.aio import AsyncGraphRun
-    from mallee.client.graphs.builder import Graph, Handle
+    from mallee.client.graphs.builder import Graph
+    from mallee.client.graphs.running import AsyncGraphRun
     from mallee.client.searches.local import AsyncValue, LogprobScore
     from mallee.client.searches.remote import ServiceUrl, Where
+    from mallee.graphs.nodes import Handle
     from mallee.search.policy import Policy, SearchBudget
     from mallee.search.results import SearchResult
     from mallee.search.scores import Verifier
@@ -120,30 +86,30 @@ class AsyncAsking(ABC):
     @overload
     async def complete(
         self,
-        prompt: Prompt | None = None,
+        prompt: calls.Prompt | None = None,
         *,
-        messages: Sequence[Message] | None = None,
+        messages: Sequence[calls.Message] | None = None,
         n: None = None,
-        **params: Unpack[Generation],
+        **params: Unpack[calls.Generation],
     ) -> "AsyncBranch": ...
 
     @overload
     async def complete(
         self,
-        prompt: Prompt | None = None,
+        prompt: calls.Prompt | None = None,
         *,
-        messages: Sequence[Message] | None = None,
+        messages: Sequence[calls.Message] | None = None,
         n: int,
-        **params: Unpack[Generation],
+        **params: Unpack[calls.Generation],
     ) -> "list[AsyncBranch]": ...
 
     async def complete(
         self,
-        prompt: Prompt | None = None,
+        prompt: calls.Prompt | None = None,
         *,
-        messages: Sequence[Message] | None = None,
+        messages: Sequence[calls.Message] | None = None,
         n: int | None = None,
-        **params: Unpack[Generation],
+        **params: Unpack[calls.Generation],
     ) -> "AsyncBranch | list[AsyncBranch]":
         """The finished answer to one prompt or conversation; with `n` a list of so many to each prompt.
 
@@ -157,25 +123,25 @@ class AsyncAsking(ABC):
 
     def stream(
         self,
-        prompt: Prompt | None = None,
+        prompt: calls.Prompt | None = None,
         *,
-        messages: Sequence[Message] | None = None,
+        messages: Sequence[calls.Message] | None = None,
         n: int | None = None,
-        **params: Unpack[Generation],
+        **params: Unpack[calls.Generation],
     ) -> "AsyncBranches":
         """An answer to `prompt` or `messages`; n > 1 branches stream together."""
         return self._open(calls.generate(prompt, messages, self._params({"n": n, **params})))
 
     def prefill(
         self,
-        prompt: Prompt | None = None,
+        prompt: calls.Prompt | None = None,
         *,
-        messages: Sequence[Message] | None = None,
+        messages: Sequence[calls.Message] | None = None,
         add_generation_prompt: bool = False,
         ttl_s: float | None = None,
         cache_salt: str | None = None,
         wait: bool = True,
-        **terms: Unpack[Prefilling],
+        **terms: Unpack[calls.Prefilling],
     ) -> "PendingCapsule":
         """Compute a prompt once and keep its state as a capsule, until deleted or `ttl_s` idle.
 
@@ -203,39 +169,39 @@ class AsyncAsking(ABC):
         *,
         outputs: "Sequence[Handle]" = (),
         max_running: int | None = None,
+        journal: "str | PathLike[str] | None" = None,
         cache_salt: str | None = None,
-        **terms: Unpack[Terms],
+        **terms: Unpack[calls.Terms],
     ) -> "AsyncGraphRun":
         """Run a graph. `outputs`: by default the nodes that no other takes from.
 
-        Raises InvalidGraph for one that can't run, before it is sent where that shows here.
+        `journal`: a file that gets what is done, from which the same graph goes on; one run at a time has it.
+        A `budget` bounds all of its nodes together. Raises InvalidGraph for one that can't run.
         """
-        from mallee.client.graphs.aio import AsyncGraphRun
-        from mallee.client.graphs.builder import run_graph
+        from mallee.client.graphs.running import AsyncGraphRun
 
-        params = self._params({"cache_salt": cache_salt, **terms})
         return AsyncGraphRun(
-            run_graph(graph, outputs, max_running, params),
-            graph.tools,
-            base_url=self.base_url,
-            request=partial(self._request, stream=True),
-            send=self._send,
-            max_retries=self.max_retries,
+            self,
+            graph,
+            outputs,
+            max_running=max_running,
+            journal=journal,
+            params=self._params({"cache_salt": cache_salt, **terms}),
         )
 
     async def search(
         self,
         policy: "Policy",
-        prompt: Prompt | None = None,
+        prompt: calls.Prompt | None = None,
         *,
-        messages: Sequence[Message] | None = None,
+        messages: Sequence[calls.Message] | None = None,
         score: "AsyncValue | Verifier | LogprobScore | ServiceUrl" = "mean_logprob",
         seed: int = 0,
         budget: "SearchBudget | None" = None,
         ends: Sequence[str] = (),
         where: "Where" = "client",
         cache_salt: str | None = None,
-        **params: Unpack[Stepping],
+        **params: Unpack[calls.Stepping],
     ) -> "SearchResult":
         """Compute a prompt or conversation once and search for the best text that goes on from it.
 
@@ -263,10 +229,19 @@ class AsyncAsking(ABC):
         self, policy: "Policy", begin: Mapping[str, Any], *, params: Mapping[str, Any], **asked: Any
     ) -> "SearchResult":
         """The result of a search that the gateway runs."""
-        from mallee.client.searches.remote import run_async, search_call
+        from mallee.client.searches.remote import SearchReader, search_call
 
-        call = search_call(policy, begin, params=self._params(params), **asked)
-        return await run_async(call, self.base_url, partial(self._request, stream=True))
+        call = search_call(policy, begin, params=calls.nested(self._params(params)), **asked)
+        response = await self._begun(call)
+        reader = SearchReader(self.base_url + call.path)
+        try:
+            with failing_as(StreamBroken, reader.url):
+                async for chunk in response.aiter_raw():
+                    if reader.feed(chunk):
+                        break
+        finally:
+            await response.aclose()
+        return reader.finished()
 
     @abstractmethod
     async def _request(
@@ -288,8 +263,22 @@ class AsyncAsking(ABC):
         raw, headers = response.content, response.headers
         return read_answer(response.status_code, raw, self.base_url, headers)
 
+    async def _begun(self, call: Call) -> "httpx.Response":
+        """A stream, once the server has accepted the call. Raises the server's error, StreamBroken."""
+        response = await self._request(call, stream=True)
+        if response.status_code >= 400:
+            url = self.base_url + call.path
+            try:
+                with failing_as(StreamBroken, url):
+                    raw = await response.aread()
+            finally:
+                await response.aclose()
+            read_answer(response.status_code, raw, url, response.headers)
+        return response
+
     def _params(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        return calls.nested({"model": self.model, **params})
+        """The parameters, with those that all requests of this client have."""
+        return {"model": self.model, **params}
 
     def _open(self, call: Call) -> "AsyncBranches":
         return AsyncBranches(self, call)
@@ -304,7 +293,9 @@ class AsyncAsking(ABC):
     def _restore(self, capsule: str, params: Mapping[str, Any]) -> "AsyncBranches":
         return self._open(calls.restore(capsule, self._params(params)))
 
-    def _fork(self, capsule: str, branches: Forks, params: Mapping[str, Any]) -> "AsyncBranches":
+    def _fork(
+        self, capsule: str, branches: calls.Forks, params: Mapping[str, Any]
+    ) -> "AsyncBranches":
         return self._open(calls.fork(capsule, branches, self._params(params)))
 
 
@@ -339,6 +330,7 @@ class AsyncMallee(AsyncAsking):
         self._headers = {"Content-Type": "application/json", **default_headers}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
+        self._given = http_client
         self._http = httpx.AsyncClient() if http_client is None else http_client
         self._is_owner = http_client is None
 
@@ -402,7 +394,7 @@ class AsyncMallee(AsyncAsking):
         after: str | None = None,
         limit: int = calls.MAX_PAGE,
         cache_salt: str | None = None,
-        **wanted: Unpack[Wanted],
+        **wanted: Unpack[calls.Wanted],
     ) -> "AsyncIterator[AsyncCapsule]":
         """The caller's capsules that are `wanted`, by id, those after `after`: `limit` of them a request."""
         asked = partial(calls.list_capsules, wanted, limit, cache_salt)
@@ -412,13 +404,13 @@ class AsyncMallee(AsyncAsking):
             )
 
     async def count_capsules(
-        self, *, cache_salt: str | None = None, **wanted: Unpack[Wanted]
+        self, *, cache_salt: str | None = None, **wanted: Unpack[calls.Wanted]
     ) -> CapsuleCount:
         """The number of the caller's capsules that are `wanted`, and of their tokens."""
         return read_as(await self._send(calls.count_capsules(wanted, cache_salt)), CapsuleCount)
 
     async def delete_capsules(
-        self, *, all: bool = False, cache_salt: str | None = None, **wanted: Unpack[Wanted]
+        self, *, all: bool = False, cache_salt: str | None = None, **wanted: Unpack[calls.Wanted]
     ) -> int:
         """Delete the caller's capsules that are `wanted`, or with `all` every one; returns how many.
 
@@ -436,7 +428,7 @@ class AsyncMallee(AsyncAsking):
         cache_salt: str | None = None,
     ) -> AsyncIterator[SessionData]:
         """The caller's sessions by name, those after `after`: `limit` of them a request."""
-        async for body in self._pages(partial(list_sessions, limit, cache_salt), after):
+        async for body in self._pages(partial(sessions.list_sessions, limit, cache_salt), after):
             yield read_as(body, SessionData)
 
     async def _pages(
@@ -452,7 +444,7 @@ class AsyncMallee(AsyncAsking):
 
     def session(self, name: str | None = None, *, cache_salt: str | None = None) -> "AsyncSession":
         """A session by name, or one with a name that no other has. Nothing is sent yet."""
-        return AsyncSession(self, made_up() if name is None else name, cache_salt)
+        return AsyncSession(self, sessions.made_up() if name is None else name, cache_salt)
 
     async def request(self, request: str, *, cache_salt: str | None = None) -> RequestLife:
         """The course of a request, while it runs and afterwards: docs/api/requests.md. Raises NotFound."""
@@ -460,11 +452,11 @@ class AsyncMallee(AsyncAsking):
 
     def import_capsule(
         self,
-        source: File,
+        source: files.File,
         *,
         cache_salt: str | None = None,
-        progress: Progress | None = None,
-        **params: Unpack[Importing],
+        progress: files.Progress | None = None,
+        **params: Unpack[calls.Importing],
     ) -> "PendingCapsule":
         """A capsule from the file of an export, by path or open, of this model.
 
@@ -474,11 +466,14 @@ class AsyncMallee(AsyncAsking):
         return PendingCapsule(self._imported(call, source, progress))
 
     async def _imported(
-        self, call: Call, source: File, progress: Progress | None
+        self, call: Call, source: files.File, progress: files.Progress | None
     ) -> "AsyncCapsule":
-        with opened(source) as file:
-            total = length(file)
-            content, headers = _pieces(file, Counted(total, progress)), file_headers(total)
+        with files.opened(source) as file:
+            total = files.length(file)
+            content, headers = (
+                _pieces(file, files.Counted(total, progress)),
+                files.file_headers(total),
+            )
             response = await self._request(call, content=content, headers=headers)
         raw, url = response.content, self.base_url
         body = read_answer(response.status_code, raw, url, response.headers)
@@ -577,16 +572,18 @@ class AsyncSession(AsyncAsking):
         salt = self.cache_salt if cache_salt is None else cache_salt
         return super().capsule(capsule, cache_salt=salt)
 
-    async def show(self) -> SessionTree:
+    async def show(self) -> sessions.SessionTree:
         """Its tree of capsules. Raises NotFound while it has none."""
-        return read_as(await self._send(show_session(self.id, self.cache_salt)), SessionTree)
+        return read_as(
+            await self._send(sessions.show_session(self.id, self.cache_salt)), sessions.SessionTree
+        )
 
-    async def give_budget(self, budget: Budget, *, parent: str | None = None) -> BoundSession:
+    async def give_budget(self, budget: calls.Budget, *, parent: str | None = None) -> BoundSession:
         """Bound all that is asked in this session and below it, from now on; it may be new, below `parent`.
 
         Given again, it changes the limits. Raises InvalidParameter for more than is left above, BudgetSpent.
         """
-        call = bound_session(self.id, budget, parent, self.cache_salt)
+        call = sessions.bound_session(self.id, budget, parent, self.cache_salt)
         return read_as(await self._send(call), BoundSession)
 
     async def fork(
@@ -594,20 +591,20 @@ class AsyncSession(AsyncAsking):
         new: str | None = None,
         *,
         capsule: str | None = None,
-        budget: Budget | None = None,
+        budget: calls.Budget | None = None,
     ) -> "AsyncSession":
         """A session `new`, or of a made-up name, that begins with this one's newest capsule, or `capsule`.
 
         That is its `root`, from which requests go on. `budget` is reserved of what is left here. Raises
         NotFound, InvalidParameter, BudgetSpent.
         """
-        call = fork_session(self.id, new, capsule, self.cache_salt, budget=budget)
+        call = sessions.fork_session(self.id, new, capsule, self.cache_salt, budget=budget)
         made = read_as(await self._send(call, max_retries=0), SessionFork)
         return AsyncSession(self._client, made.id, self.cache_salt, made.capsule)
 
     async def close(self) -> SessionClosed:
         """Release its capsules, end its requests and forget it. Raises NotFound."""
-        call = close_session(self.id, self.cache_salt)
+        call = sessions.close_session(self.id, self.cache_salt)
         return read_as(await self._send(call, max_retries=0), SessionClosed)
 
     async def __aenter__(self) -> Self:
@@ -654,8 +651,10 @@ class AsyncCapsule:
         self.worker = data.worker
         self.tokens = data.tokens
         self.model = data.model
-        self.prefill_tokens = data.prefill_tokens
-        self.cached_tokens = data.cached_tokens
+        self.prefill_tokens, self.cached_tokens = (
+            num if isinstance(num, int) else None
+            for num in (data.prefill_tokens, data.cached_tokens)
+        )
         self.is_open = is_open
         self.data = data
 
@@ -675,7 +674,7 @@ class AsyncCapsule:
         return self
 
     def fork(
-        self, branches: Forks, *, at: int | None = None, **params: Unpack[Sampling]
+        self, branches: calls.Forks, *, at: int | None = None, **params: Unpack[calls.Sampling]
     ) -> "AsyncBranches":
         """Continue once per suffix (text, token ids, or {"messages": [...]}), or n times.
 
@@ -692,7 +691,7 @@ class AsyncCapsule:
         salt = {"cache_salt": self._cache_salt}
         return self._client._fork(self.id, branches, {"at": at, **salt, **params})
 
-    def restore(self, **params: Unpack[Going]) -> "AsyncBranches":
+    def restore(self, **params: Unpack[calls.Going]) -> "AsyncBranches":
         """Go on as the very branch that the capsule was taken from.
 
         Its sampling, stream of draws, limits, penalties and form go on; with `at` from an earlier token of
@@ -709,7 +708,7 @@ class AsyncCapsule:
         budget: "SearchBudget | None" = None,
         ends: Sequence[str] = (),
         where: "Where" = "client",
-        **params: Unpack[Stepping],
+        **params: Unpack[calls.Stepping],
     ) -> "SearchResult":
         """Search for the best text that goes on from here; see docs/sdk.md.
 
@@ -770,7 +769,7 @@ class AsyncCapsule:
         """Forget the state. Raises UnknownCapsule if it is gone already."""
         await self._client._send(calls.delete_capsule(self.id, self._cache_salt))
 
-    async def export(self, target: File, *, progress: Progress | None = None) -> int:
+    async def export(self, target: files.File, *, progress: files.Progress | None = None) -> int:
         """Write it to a file, by path or open; returns the number of bytes.
 
         Another server with the same model goes on from it exactly: `import_capsule`. A path has its file
@@ -779,12 +778,10 @@ class AsyncCapsule:
         from anyio.to_thread import run_sync
 
         client, call = self._client, calls.export(self.id, self._cache_salt)
-        response, url = await client._request(call, stream=True), client.base_url + call.path
-        if response.status_code >= 400:
-            await raise_refusal_async(response, url)
-        counted = Counted(file_nbytes(response.headers), progress)
+        response, url = await client._begun(call), client.base_url + call.path
+        counted = files.Counted(files.file_nbytes(response.headers), progress)
         try:
-            with failing_as(StreamBroken, url), written(target) as file:
+            with failing_as(StreamBroken, url), files.written(target) as file:
                 async for data in response.aiter_raw():
                     await run_sync(file.write, data)
                     counted.add(len(data))
@@ -839,11 +836,11 @@ class PendingCapsule:
         await self._capsule.__aexit__(kind, *error)
 
 
-async def _pieces(file: BinaryIO, counted: Counted) -> AsyncIterator[bytes]:
+async def _pieces(file: BinaryIO, counted: files.Counted) -> AsyncIterator[bytes]:
     """The bytes of `file` from its position on."""
     from anyio.to_thread import run_sync
 
-    while data := await run_sync(file.read, PIECE_NBYTES):
+    while data := await run_sync(file.read, files.PIECE_NBYTES):
         counted.add(len(data))
         yield data
 
@@ -856,13 +853,13 @@ class AsyncBranch(BranchState):
     cache_salt: str | None = field(default=None, compare=False)
 
     def fork(
-        self, branches: Forks, *, at: int | None = None, **params: Unpack[Sampling]
+        self, branches: calls.Forks, *, at: int | None = None, **params: Unpack[calls.Sampling]
     ) -> "AsyncBranches":
         """Continue where the branch ended, as `AsyncCapsule.fork` does. Raises NoCapsule."""
         salt = {"cache_salt": self.cache_salt}
         return self._asking._fork(self.need_capsule(), branches, {"at": at, **salt, **params})
 
-    def restore(self, **params: Unpack[Going]) -> "AsyncBranches":
+    def restore(self, **params: Unpack[calls.Going]) -> "AsyncBranches":
         """Go on as this very branch, as `AsyncCapsule.restore` does. Raises NoCapsule."""
         salt = {"cache_salt": self.cache_salt}
         return self._asking._restore(self.need_capsule(), {**salt, **params})
@@ -886,7 +883,7 @@ class AsyncBranch(BranchState):
         call = calls.capture(self._request, self.index, params)
         return self._asking._capsule(call, is_open=False)
 
-    async def inject(self, suffix: Suffix, *, mode: InjectMode = "append") -> int:
+    async def inject(self, suffix: calls.Suffix, *, mode: calls.InjectMode = "append") -> int:
         """Have the running branch go on after `suffix` at its next token, as if it had drawn it.
 
         Returns the tokens of the answer before it, once it is there. With mode "replace" what waits to be
@@ -1013,15 +1010,8 @@ class AsyncBranches:
     async def _opened(self) -> "httpx.Response":
         if self._response is None:
             self._began = time.perf_counter()
-            self._response = await self._sent()
+            self._response = await self._client._begun(self._call)
         return self._response
-
-    async def _sent(self) -> "httpx.Response":
-        """Raises the error that the server answered with."""
-        response = await self._client._request(self._call, stream=True)
-        if response.status_code >= 400:
-            await raise_refusal_async(response, self._url)
-        return response
 
     async def _again(self) -> None:
         """Ask for the same answer again. Raises the server's error, StreamBroken if it is another answer."""
@@ -1029,7 +1019,7 @@ class AsyncBranches:
 
         await self._drop()
         await sleep(CUT_WAIT_S)
-        self._response = await self._sent()
+        self._response = await self._client._begun(self._call)
         if self._num_read and self._response.headers.get("idempotent-replayed") != "true":
             raise StreamBroken(self._url, "another gateway knows nothing of it")
         self._num_known = self._num_read

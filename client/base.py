@@ -1,4 +1,4 @@
-"""Options of both clients, waits before another try, and errors of connections; no I/O but refusals."""
+"""Options of both clients, waits before another try, and errors of connections; no I/O."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -6,11 +6,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mallee.client.errors import NO_END, ConnectionFailed, StreamBroken
-from mallee.client.results import read_answer, told_wait_s
+from mallee.client.results import told_wait_s
 from mallee.protocol.errors import InvalidParameter, Unavailable
 
 if TYPE_CHECKING:  # httpx costs 100 ms to import: loaded by the first client, not by the import
-    import httpx
     import openai
 
     OpenAIClient: TypeAlias = openai.OpenAI | openai.AsyncOpenAI
@@ -55,26 +54,6 @@ def failing_as(kind: type[ConnectionFailed] | type[StreamBroken], url: str) -> I
         yield
     except httpx.RequestError as error:
         raise kind(url, str(error) or type(error).__name__) from error
-
-
-def raise_refusal(response: "httpx.Response", url: str) -> None:
-    """Read and close a response with an error status. Raises that error, or StreamBroken."""
-    try:
-        with failing_as(StreamBroken, url):
-            raw = response.read()
-    finally:
-        response.close()
-    read_answer(response.status_code, raw, url, response.headers)
-
-
-async def raise_refusal_async(response: "httpx.Response", url: str) -> None:
-    """As `raise_refusal`."""
-    try:
-        with failing_as(StreamBroken, url):
-            raw = await response.aread()
-    finally:
-        await response.aclose()
-    read_answer(response.status_code, raw, url, response.headers)
 
 
 def was_cut(error: ConnectionFailed | StreamBroken) -> bool:

@@ -270,7 +270,7 @@ def prefill(
     body = {**_prompt(prompt, messages), **params}
     if messages is not None:
         body["add_generation_prompt"] = not is_open
-    return Call("POST", "/v1/capsules", _given(body), params.get("cache_salt"))
+    return Call("POST", "/v1/capsules", nested(_given(body)), params.get("cache_salt"))
 
 
 def fork(capsule: str, branches: Forks, params: Mapping[str, Any]) -> Call:
@@ -431,7 +431,7 @@ def _prompt(prompt: Prompt | None, messages: Sequence[Message] | None) -> dict[s
 
 
 def _streamed(body: dict[str, Any]) -> dict[str, Any]:
-    return {**_given(body), "stream": True, "stream_options": {"include_usage": True}}
+    return {**nested(_given(body)), "stream": True, "stream_options": {"include_usage": True}}
 
 
 def _given(body: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import msgspec
 
 from mallee.client.errors import ApiError, NoCapsule, StreamBroken, from_body
 from mallee.client.sse import DONE
+from mallee.protocol.errors import MalleeError
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -66,6 +67,8 @@ class BranchEvent:
     score: float | None = None
     score_error: str = ""
     completion_tokens: int | None = None
+    ended_by: str | None = None  # of a budget or of conditions
+    error: MalleeError | None = None
 
 
 @dataclass(slots=True, repr=False)
@@ -207,6 +210,8 @@ def choice_events(body: Mapping[str, Any]) -> Iterator[BranchEvent]:
             injected=injected,
             score=ours.get("score"),
             score_error=ours.get("score_error") or "",
+            ended_by=ours.get("ended_by"),
+            error=from_body(ours, 200) if "error" in ours else None,
             **{name: ours.get(name) for name in _AT_END},
         )
 

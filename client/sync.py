@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Self, Unpack, overload
 
 import msgspec
 
-from mallee.client import calls
+from mallee.client import calls, files, sessions
 from mallee.client.base import (
     CUT_WAIT_S,
     DEFAULT_MAX_RETRIES,
@@ -24,41 +24,13 @@ from mallee.client.base import (
     READY_S,
     failing_as,
     openai_options,
-    raise_refusal,
     ready_waits,
     retry_after_s,
     was_cut,
 )
-from mallee.client.calls import (
-    Budget,
-    Call,
-    Forks,
-    Generation,
-    Going,
-    Importing,
-    InjectMode,
-    Message,
-    Prefilling,
-    Prompt,
-    Sampling,
-    Stepping,
-    Suffix,
-    Terms,
-    Wanted,
-)
+from mallee.client.calls import Call
 from mallee.client.critic import Critic, Score
 from mallee.client.errors import ConnectionFailed, StreamBroken, from_body
-from mallee.client.files import (
-    PIECE_NBYTES,
-    Counted,
-    File,
-    Progress,
-    file_headers,
-    file_nbytes,
-    length,
-    opened,
-    written,
-)
 from mallee.client.html import tree_html
 from mallee.client.results import (
     BranchEvent,
@@ -69,15 +41,6 @@ from mallee.client.results import (
     read_as,
     read_health,
 )
-from mallee.client.sessions import (
-    SessionTree,
-    bound_session,
-    close_session,
-    fork_session,
-    list_sessions,
-    made_up,
-    show_session,
-)
 from mallee.client.sse import SseParser
 from mallee.protocol.api.capsules import CapsuleCount, RequestLife
 from mallee.protocol.api.capsules import NewCapsule as CapsuleData
@@ -87,13 +50,16 @@ from mallee.protocol.api.sessions import Session as SessionData
 from mallee.protocol.errors import InvalidParameter, MalleeError, NotFound, UnknownCapsule
 
 if TYPE_CHECKING:
+    from os import PathLike
+
     import httpx
 
     from mallee.client.base import OpenAIClient
-    from mallee.client.graphs.builder import Graph, Handle
-    from mallee.client.graphs.running import GraphRun
+    from mallee.client.graphs.blocking import GraphRun
+    from mallee.client.graphs.builder import Graph
     from mallee.client.searches.local import LogprobScore, Value
     from mallee.client.searches.remote import ServiceUrl, Where
+    from mallee.graphs.nodes import Handle
     from mallee.search.policy import Policy, SearchBudget
     from mallee.search.results import SearchResult
     from mallee.search.scores import Verifier
@@ -109,30 +75,30 @@ class Asking(ABC):
     @overload
     def complete(
         self,
-        prompt: Prompt | None = None,
+        prompt: calls.Prompt | None = None,
         *,
-        messages: Sequence[Message] | None = None,
+        messages: Sequence[calls.Message] | None = None,
         n: None = None,
-        **params: Unpack[Generation],
+        **params: Unpack[calls.Generation],
     ) -> "Branch": ...
 
     @overload
     def complete(
         self,
-        prompt: Prompt | None = None,
+        prompt: calls.Prompt | None = None,
         *,
-        messages: Sequence[Message] | None = None,
+        messages: Sequence[calls.Message] | None = None,
         n: int,
-        **params: Unpack[Generation],
+        **params: Unpack[calls.Generation],
     ) -> "list[Branch]": ...
 
     def complete(
         self,
-        prompt: Prompt | None = None,
+        prompt: calls.Prompt | None = None,
         *,
-        messages: Sequence[Message] | None = None,
+        messages: Sequence[calls.Message] | None = None,
         n: int | None = None,
-        **params: Unpack[Generation],
+        **params: Unpack[calls.Generation],
     ) -> "Branch | list[Branch]":
         """The finished answer to one prompt or conversation; with `n` a list of so many to each prompt.
 
@@ -146,25 +112,25 @@ class Asking(ABC):
 
     def stream(
         self,
-        prompt: Prompt | None = None,
+        prompt: calls.Prompt | None = None,
         *,
-        messages: Sequence[Message] | None = None,
+        messages: Sequence[calls.Message] | None = None,
         n: int | None = None,
-        **params: Unpack[Generation],
+        **params: Unpack[calls.Generation],
     ) -> "Branches":
         """An answer to `prompt` or `messages`; n > 1 branches stream together."""
         return self._open(calls.generate(prompt, messages, self._params({"n": n, **params})))
 
     def prefill(
         self,
-        prompt: Prompt | None = None,
+        prompt: calls.Prompt | None = None,
         *,
-        messages: Sequence[Message] | None = None,
+        messages: Sequence[calls.Message] | None = None,
         add_generation_prompt: bool = False,
         ttl_s: float | None = None,
         cache_salt: str | None = None,
         wait: bool = True,
-        **terms: Unpack[Prefilling],
+        **terms: Unpack[calls.Prefilling],
     ) -> "Capsule":
         """Compute a prompt once and keep its state as a capsule, until deleted or `ttl_s` idle.
 
@@ -192,39 +158,39 @@ class Asking(ABC):
         *,
         outputs: "Sequence[Handle]" = (),
         max_running: int | None = None,
+        journal: "str | PathLike[str] | None" = None,
         cache_salt: str | None = None,
-        **terms: Unpack[Terms],
+        **terms: Unpack[calls.Terms],
     ) -> "GraphRun":
         """Run a graph. `outputs`: by default the nodes that no other takes from.
 
-        Raises InvalidGraph for one that can't run, before it is sent where that shows here.
+        `journal`: a file that gets what is done, from which the same graph goes on; one run at a time has it.
+        A `budget` bounds all of its nodes together. Raises InvalidGraph for one that can't run.
         """
-        from mallee.client.graphs.builder import run_graph
-        from mallee.client.graphs.running import GraphRun
+        from mallee.client.graphs.blocking import GraphRun
 
-        params = self._params({"cache_salt": cache_salt, **terms})
         return GraphRun(
-            run_graph(graph, outputs, max_running, params),
-            graph.tools,
-            base_url=self.base_url,
-            request=partial(self._request, stream=True),
-            send=self._send,
-            max_retries=self.max_retries,
+            self,
+            graph,
+            outputs,
+            max_running=max_running,
+            journal=journal,
+            params=self._params({"cache_salt": cache_salt, **terms}),
         )
 
     def search(
         self,
         policy: "Policy",
-        prompt: Prompt | None = None,
+        prompt: calls.Prompt | None = None,
         *,
-        messages: Sequence[Message] | None = None,
+        messages: Sequence[calls.Message] | None = None,
         score: "Value | Verifier | LogprobScore | ServiceUrl" = "mean_logprob",
         seed: int = 0,
         budget: "SearchBudget | None" = None,
         ends: Sequence[str] = (),
         where: "Where" = "client",
         cache_salt: str | None = None,
-        **params: Unpack[Stepping],
+        **params: Unpack[calls.Stepping],
     ) -> "SearchResult":
         """Compute a prompt or conversation once and search for the best text that goes on from it.
 
@@ -252,10 +218,19 @@ class Asking(ABC):
         self, policy: "Policy", begin: Mapping[str, Any], *, params: Mapping[str, Any], **asked: Any
     ) -> "SearchResult":
         """The result of a search that the gateway runs."""
-        from mallee.client.searches.remote import run, search_call
+        from mallee.client.searches.remote import SearchReader, search_call
 
-        call = search_call(policy, begin, params=self._params(params), **asked)
-        return run(call, self.base_url, partial(self._request, stream=True))
+        call = search_call(policy, begin, params=calls.nested(self._params(params)), **asked)
+        response = self._begun(call)
+        reader = SearchReader(self.base_url + call.path)
+        try:
+            with failing_as(StreamBroken, reader.url):
+                for chunk in response.iter_raw():
+                    if reader.feed(chunk):
+                        break
+        finally:
+            response.close()
+        return reader.finished()
 
     @abstractmethod
     def _request(
@@ -277,8 +252,22 @@ class Asking(ABC):
         raw, headers = (response.content, response.headers)
         return read_answer(response.status_code, raw, self.base_url, headers)
 
+    def _begun(self, call: Call) -> "httpx.Response":
+        """A stream, once the server has accepted the call. Raises the server's error, StreamBroken."""
+        response = self._request(call, stream=True)
+        if response.status_code >= 400:
+            url = self.base_url + call.path
+            try:
+                with failing_as(StreamBroken, url):
+                    raw = response.read()
+            finally:
+                response.close()
+            read_answer(response.status_code, raw, url, response.headers)
+        return response
+
     def _params(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        return calls.nested({"model": self.model, **params})
+        """The parameters, with those that all requests of this client have."""
+        return {"model": self.model, **params}
 
     def _open(self, call: Call) -> "Branches":
         return Branches(self, call).__enter__()
@@ -293,7 +282,7 @@ class Asking(ABC):
     def _restore(self, capsule: str, params: Mapping[str, Any]) -> "Branches":
         return self._open(calls.restore(capsule, self._params(params)))
 
-    def _fork(self, capsule: str, branches: Forks, params: Mapping[str, Any]) -> "Branches":
+    def _fork(self, capsule: str, branches: calls.Forks, params: Mapping[str, Any]) -> "Branches":
         return self._open(calls.fork(capsule, branches, self._params(params)))
 
 
@@ -328,6 +317,7 @@ class Mallee(Asking):
         self._headers = {"Content-Type": "application/json", **default_headers}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
+        self._given = http_client
         self._http = httpx.Client() if http_client is None else http_client
         self._is_owner = http_client is None
 
@@ -391,7 +381,7 @@ class Mallee(Asking):
         after: str | None = None,
         limit: int = calls.MAX_PAGE,
         cache_salt: str | None = None,
-        **wanted: Unpack[Wanted],
+        **wanted: Unpack[calls.Wanted],
     ) -> "Iterator[Capsule]":
         """The caller's capsules that are `wanted`, by id, those after `after`: `limit` of them a request."""
         asked = partial(calls.list_capsules, wanted, limit, cache_salt)
@@ -399,13 +389,13 @@ class Mallee(Asking):
             yield Capsule(self, read_as(body, CapsuleData), is_open=False, cache_salt=cache_salt)
 
     def count_capsules(
-        self, *, cache_salt: str | None = None, **wanted: Unpack[Wanted]
+        self, *, cache_salt: str | None = None, **wanted: Unpack[calls.Wanted]
     ) -> CapsuleCount:
         """The number of the caller's capsules that are `wanted`, and of their tokens."""
         return read_as(self._send(calls.count_capsules(wanted, cache_salt)), CapsuleCount)
 
     def delete_capsules(
-        self, *, all: bool = False, cache_salt: str | None = None, **wanted: Unpack[Wanted]
+        self, *, all: bool = False, cache_salt: str | None = None, **wanted: Unpack[calls.Wanted]
     ) -> int:
         """Delete the caller's capsules that are `wanted`, or with `all` every one; returns how many.
 
@@ -423,7 +413,7 @@ class Mallee(Asking):
         cache_salt: str | None = None,
     ) -> Iterator[SessionData]:
         """The caller's sessions by name, those after `after`: `limit` of them a request."""
-        for body in self._pages(partial(list_sessions, limit, cache_salt), after):
+        for body in self._pages(partial(sessions.list_sessions, limit, cache_salt), after):
             yield read_as(body, SessionData)
 
     def _pages(self, asked: Callable[[str | None], Call], after: str | None) -> Iterator[Any]:
@@ -436,7 +426,7 @@ class Mallee(Asking):
 
     def session(self, name: str | None = None, *, cache_salt: str | None = None) -> "Session":
         """A session by name, or one with a name that no other has. Nothing is sent yet."""
-        return Session(self, made_up() if name is None else name, cache_salt)
+        return Session(self, sessions.made_up() if name is None else name, cache_salt)
 
     def request(self, request: str, *, cache_salt: str | None = None) -> RequestLife:
         """The course of a request, while it runs and afterwards: docs/api/requests.md. Raises NotFound."""
@@ -444,11 +434,11 @@ class Mallee(Asking):
 
     def import_capsule(
         self,
-        source: File,
+        source: files.File,
         *,
         cache_salt: str | None = None,
-        progress: Progress | None = None,
-        **params: Unpack[Importing],
+        progress: files.Progress | None = None,
+        **params: Unpack[calls.Importing],
     ) -> "Capsule":
         """A capsule from the file of an export, by path or open, of this model.
 
@@ -457,10 +447,15 @@ class Mallee(Asking):
         call = calls.import_capsule({"model": self.model, **params}, cache_salt)
         return self._imported(call, source, progress)
 
-    def _imported(self, call: Call, source: File, progress: Progress | None) -> "Capsule":
-        with opened(source) as file:
-            total = length(file)
-            content, headers = (_pieces(file, Counted(total, progress)), file_headers(total))
+    def _imported(
+        self, call: Call, source: files.File, progress: files.Progress | None
+    ) -> "Capsule":
+        with files.opened(source) as file:
+            total = files.length(file)
+            content, headers = (
+                _pieces(file, files.Counted(total, progress)),
+                files.file_headers(total),
+            )
             response = self._request(call, content=content, headers=headers)
         raw, url = (response.content, self.base_url)
         body = read_answer(response.status_code, raw, url, response.headers)
@@ -557,33 +552,39 @@ class Session(Asking):
         salt = self.cache_salt if cache_salt is None else cache_salt
         return super().capsule(capsule, cache_salt=salt)
 
-    def show(self) -> SessionTree:
+    def show(self) -> sessions.SessionTree:
         """Its tree of capsules. Raises NotFound while it has none."""
-        return read_as(self._send(show_session(self.id, self.cache_salt)), SessionTree)
+        return read_as(
+            self._send(sessions.show_session(self.id, self.cache_salt)), sessions.SessionTree
+        )
 
-    def give_budget(self, budget: Budget, *, parent: str | None = None) -> BoundSession:
+    def give_budget(self, budget: calls.Budget, *, parent: str | None = None) -> BoundSession:
         """Bound all that is asked in this session and below it, from now on; it may be new, below `parent`.
 
         Given again, it changes the limits. Raises InvalidParameter for more than is left above, BudgetSpent.
         """
-        call = bound_session(self.id, budget, parent, self.cache_salt)
+        call = sessions.bound_session(self.id, budget, parent, self.cache_salt)
         return read_as(self._send(call), BoundSession)
 
     def fork(
-        self, new: str | None = None, *, capsule: str | None = None, budget: Budget | None = None
+        self,
+        new: str | None = None,
+        *,
+        capsule: str | None = None,
+        budget: calls.Budget | None = None,
     ) -> "Session":
         """A session `new`, or of a made-up name, that begins with this one's newest capsule, or `capsule`.
 
         That is its `root`, from which requests go on. `budget` is reserved of what is left here. Raises
         NotFound, InvalidParameter, BudgetSpent.
         """
-        call = fork_session(self.id, new, capsule, self.cache_salt, budget=budget)
+        call = sessions.fork_session(self.id, new, capsule, self.cache_salt, budget=budget)
         made = read_as(self._send(call, max_retries=0), SessionFork)
         return Session(self._client, made.id, self.cache_salt, made.capsule)
 
     def close(self) -> SessionClosed:
         """Release its capsules, end its requests and forget it. Raises NotFound."""
-        call = close_session(self.id, self.cache_salt)
+        call = sessions.close_session(self.id, self.cache_salt)
         return read_as(self._send(call, max_retries=0), SessionClosed)
 
     def __enter__(self) -> Self:
@@ -621,8 +622,10 @@ class Capsule:
         self.worker = data.worker
         self.tokens = data.tokens
         self.model = data.model
-        self.prefill_tokens = data.prefill_tokens
-        self.cached_tokens = data.cached_tokens
+        self.prefill_tokens, self.cached_tokens = (
+            num if isinstance(num, int) else None
+            for num in (data.prefill_tokens, data.cached_tokens)
+        )
         self.is_open = is_open
         self.data = data
 
@@ -642,7 +645,7 @@ class Capsule:
         return self
 
     def fork(
-        self, branches: Forks, *, at: int | None = None, **params: Unpack[Sampling]
+        self, branches: calls.Forks, *, at: int | None = None, **params: Unpack[calls.Sampling]
     ) -> "Branches":
         """Continue once per suffix (text, token ids, or {"messages": [...]}), or n times.
 
@@ -659,7 +662,7 @@ class Capsule:
         salt = {"cache_salt": self._cache_salt}
         return self._client._fork(self.id, branches, {"at": at, **salt, **params})
 
-    def restore(self, **params: Unpack[Going]) -> "Branches":
+    def restore(self, **params: Unpack[calls.Going]) -> "Branches":
         """Go on as the very branch that the capsule was taken from.
 
         Its sampling, stream of draws, limits, penalties and form go on; with `at` from an earlier token of
@@ -676,7 +679,7 @@ class Capsule:
         budget: "SearchBudget | None" = None,
         ends: Sequence[str] = (),
         where: "Where" = "client",
-        **params: Unpack[Stepping],
+        **params: Unpack[calls.Stepping],
     ) -> "SearchResult":
         """Search for the best text that goes on from here; see docs/sdk.md.
 
@@ -737,19 +740,17 @@ class Capsule:
         """Forget the state. Raises UnknownCapsule if it is gone already."""
         self._client._send(calls.delete_capsule(self.id, self._cache_salt))
 
-    def export(self, target: File, *, progress: Progress | None = None) -> int:
+    def export(self, target: files.File, *, progress: files.Progress | None = None) -> int:
         """Write it to a file, by path or open; returns the number of bytes.
 
         Another server with the same model goes on from it exactly: `import_capsule`. A path has its file
         only when all of it is there. Raises StreamBroken.
         """
         client, call = (self._client, calls.export(self.id, self._cache_salt))
-        response, url = (client._request(call, stream=True), client.base_url + call.path)
-        if response.status_code >= 400:
-            raise_refusal(response, url)
-        counted = Counted(file_nbytes(response.headers), progress)
+        response, url = (client._begun(call), client.base_url + call.path)
+        counted = files.Counted(files.file_nbytes(response.headers), progress)
         try:
-            with failing_as(StreamBroken, url), written(target) as file:
+            with failing_as(StreamBroken, url), files.written(target) as file:
                 for data in response.iter_raw():
                     file.write(data)
                     counted.add(len(data))
@@ -777,9 +778,9 @@ class Capsule:
         return f"{type(self).__name__}({self.id!r}, worker={self.worker!r}, tokens={self.tokens})"
 
 
-def _pieces(file: BinaryIO, counted: Counted) -> Iterator[bytes]:
+def _pieces(file: BinaryIO, counted: files.Counted) -> Iterator[bytes]:
     """The bytes of `file` from its position on."""
-    while data := file.read(PIECE_NBYTES):
+    while data := file.read(files.PIECE_NBYTES):
         counted.add(len(data))
         yield data
 
@@ -792,13 +793,13 @@ class Branch(BranchState):
     cache_salt: str | None = field(default=None, compare=False)
 
     def fork(
-        self, branches: Forks, *, at: int | None = None, **params: Unpack[Sampling]
+        self, branches: calls.Forks, *, at: int | None = None, **params: Unpack[calls.Sampling]
     ) -> "Branches":
         """Continue where the branch ended, as `Capsule.fork` does. Raises NoCapsule."""
         salt = {"cache_salt": self.cache_salt}
         return self._asking._fork(self.need_capsule(), branches, {"at": at, **salt, **params})
 
-    def restore(self, **params: Unpack[Going]) -> "Branches":
+    def restore(self, **params: Unpack[calls.Going]) -> "Branches":
         """Go on as this very branch, as `Capsule.restore` does. Raises NoCapsule."""
         salt = {"cache_salt": self.cache_salt}
         return self._asking._restore(self.need_capsule(), {**salt, **params})
@@ -822,7 +823,7 @@ class Branch(BranchState):
         call = calls.capture(self._request, self.index, params)
         return self._asking._capsule(call, is_open=False)
 
-    def inject(self, suffix: Suffix, *, mode: InjectMode = "append") -> int:
+    def inject(self, suffix: calls.Suffix, *, mode: calls.InjectMode = "append") -> int:
         """Have the running branch go on after `suffix` at its next token, as if it had drawn it.
 
         Returns the tokens of the answer before it, once it is there. With mode "replace" what waits to be
@@ -941,15 +942,8 @@ class Branches:
     def _opened(self) -> "httpx.Response":
         if self._response is None:
             self._began = time.perf_counter()
-            self._response = self._sent()
+            self._response = self._client._begun(self._call)
         return self._response
-
-    def _sent(self) -> "httpx.Response":
-        """Raises the error that the server answered with."""
-        response = self._client._request(self._call, stream=True)
-        if response.status_code >= 400:
-            raise_refusal(response, self._url)
-        return response
 
     def _again(self) -> None:
         """Ask for the same answer again. Raises the server's error, StreamBroken if it is another answer."""
@@ -957,7 +951,7 @@ class Branches:
 
         self._drop()
         sleep(CUT_WAIT_S)
-        self._response = self._sent()
+        self._response = self._client._begun(self._call)
         if self._num_read and self._response.headers.get("idempotent-replayed") != "true":
             raise StreamBroken(self._url, "another gateway knows nothing of it")
         self._num_known = self._num_read

@@ -98,7 +98,6 @@ LATER |= {
     "capsules.capture",
     "operators.drain_worker",
     "responses.cancel",
-    "graphs.result",
 }  # no example of these is answered by this fleet alone; most are in mock/test_api_examples.py
 
 

@@ -29,7 +29,7 @@ NAMES: Final = {
     "__aenter__": "__enter__",
     "__aexit__": "__exit__",
     "__aiter__": "__iter__",
-    "mallee.client.graphs.aio": "mallee.client.graphs.running",
+    "mallee.client.graphs.running": "mallee.client.graphs.blocking",
 }
 LEFT_OUT: Final = {"PendingCapsule", "__await__"}  # definitions
 OF_TASKS: Final = {"move_on_after", "run_sync"}  # functions of anyio without a counterpart

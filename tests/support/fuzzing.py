@@ -336,8 +336,6 @@ class FuzzedApi:
             found["request"] = self._posted("/v1/completions")["id"]
         if "session" in names:
             self._posted("/v1/completions", session_id="s")
-        if "graph" in names:
-            found |= {"graph": self._posted("/v1/graphs")["id"], "node": "one"}
         if "response" in names:
             found["response"] = self._posted("/v1/responses")["id"]
         if "conversation" in names:
