@@ -67,7 +67,7 @@ class MessageFormat:
             output_tokens=completion,
         )
 
-    def stop(self, last: TextDelta, *, has_calls: bool) -> dict[str, str | None]:
+    def stop(self, last: TextDelta, *, has_calls: bool) -> dict[str, Any]:
         """`stop_reason` and `stop_sequence`."""
         if last.stop:
             return {"stop_reason": "stop_sequence", "stop_sequence": last.stop}

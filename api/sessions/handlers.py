@@ -28,7 +28,6 @@ from mallee.protocol.api.sessions import (
     SessionRequest,
     SessionTree,
 )
-from mallee.protocol.api.shared import OMITTED
 from mallee.protocol.errors import InvalidParameter, NotFound
 from mallee.protocol.gateways.session_notes import NodeNote
 from mallee.protocol.ids import CapsuleId, Scope
@@ -143,6 +142,9 @@ def _body(view: SessionView) -> dict[str, Any]:
 
 def _node(node: NodeNote, info: CapsuleInfo | None, *, names_workers: bool) -> SessionNode:
     status = None if info is None else info.status
+    known: dict[str, Any] = {}
+    if status is not None:
+        known = {"pinned": status.is_pinned, "tier": status.tier}
     return SessionNode(
         capsule=node.capsule,
         parent=node.parent or None,
@@ -152,6 +154,5 @@ def _node(node: NodeNote, info: CapsuleInfo | None, *, names_workers: bool) -> S
         is_root=node.is_root,
         held=info is not None and info.worker is not None,
         worker=info.worker if info is not None and names_workers else None,
-        pinned=OMITTED if status is None else status.is_pinned,
-        tier=OMITTED if status is None else status.tier,
+        **known,
     )
