@@ -8,10 +8,12 @@ from typing import Any, Final, TypeAlias
 
 from mallee.client import calls
 from mallee.client.graphs.journal import Done, needed, without
-from mallee.client.sessions import BoundSession, bound_session, read_session, show_session
+from mallee.client.results import read_as
+from mallee.client.sessions import bound_session, show_session
 from mallee.graphs.context import check_context, pieces
 from mallee.graphs.graph import CheckedGraph
 from mallee.graphs.nodes import Drawn, Filled, Node, Prefill
+from mallee.protocol.api.sessions import BoundSession
 from mallee.protocol.errors import (
     BadRequest,
     BudgetSpent,
@@ -118,7 +120,7 @@ async def bind(
     known = None
     if done:
         with suppress(NotFound):
-            found = read_session(await send(show_session(session, salt)), BoundSession).budget
+            found = read_as(await send(show_session(session, salt)), BoundSession).budget
             known = found if found is not None and found.kept else None
         drawn = [each.work.completion_tokens or 0 for each in done.values() if each.work.finish]
         spent = {"tokens": sum(drawn), "branches": len(drawn)}

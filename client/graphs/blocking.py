@@ -4,11 +4,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-import httpx
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from mallee.client.aio import AsyncMallee
-from mallee.client.base import BaseMallee
 from mallee.client.graphs.builder import Graph
 from mallee.client.graphs.results import GraphEvent, GraphResult
 from mallee.client.graphs.running import AsyncGraphRun
@@ -22,22 +20,18 @@ class GraphRun:
     An `AsyncGraphRun` in a thread with a loop and connections of its own, as it begins.
     """
 
-    def __init__(
-        self, client: BaseMallee[Any, Any], graph: Graph, outputs: Sequence[Handle], **more: Any
-    ) -> None:
-        """As `AsyncGraphRun`. Raises InvalidParameter also for a transport that serves no event loop."""
-        owner: Any = getattr(client, "_client", client)  # a session's
-        transport = owner._transport
-        if not isinstance(transport, httpx.AsyncBaseTransport | None):
-            remedy = "a graph has an event loop; give none, one for both, or use AsyncMallee"
-            raise InvalidParameter("transport", type(transport).__name__, remedy)
+    def __init__(self, client: Any, graph: Graph, outputs: Sequence[Handle], **more: Any) -> None:
+        """As `AsyncGraphRun`. Raises InvalidParameter also for an `http_client`, which has no event loop."""
+        owner = getattr(client, "_client", client)  # a session's
+        if owner._given is not None:
+            remedy = "a graph has an event loop; leave it out, or use AsyncMallee with an httpx.AsyncClient"
+            raise InvalidParameter("http_client", type(owner._given).__name__, remedy)
         self._client = AsyncMallee(
             owner.base_url,
-            api_key=owner._headers.get("Authorization", "").removeprefix("Bearer "),
             model=owner.model,
-            timeout_s=owner._http.timeout.read,
+            timeout=owner.timeout,
             max_retries=owner.max_retries,
-            transport=transport,
+            default_headers=owner._headers,
         )
         self._run = AsyncGraphRun(self._client, graph, outputs, **more)
         self._stack = ExitStack()

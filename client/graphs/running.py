@@ -15,7 +15,7 @@ from typing import Any, Final
 from uuid import uuid4
 
 from mallee.client import calls
-from mallee.client.base import CUT_WAIT_S, DELETE_TIMEOUT_S, BaseMallee, growing_waits, was_cut
+from mallee.client.base import CUT_WAIT_S, DELETE_TIMEOUT_S, growing_waits, was_cut
 from mallee.client.critic import result_of
 from mallee.client.errors import (
     ApiError,
@@ -70,7 +70,7 @@ class AsyncGraphRun:
 
     def __init__(
         self,
-        client: BaseMallee[Any, Any],
+        client: Any,
         graph: Graph,
         outputs: Sequence[Handle],
         *,
@@ -78,7 +78,8 @@ class AsyncGraphRun:
         journal: str | PathLike[str] | None,
         params: dict[str, Any],
     ) -> None:
-        """`params` are those of each of its requests; a budget among them is the whole graph's.
+        """`client`: an AsyncMallee, or a session of one. `params` are those of each of its requests; a budget
+        among them is the whole graph's.
 
         Raises InvalidGraph, InvalidParameter.
         """
@@ -92,12 +93,11 @@ class AsyncGraphRun:
         self._client = client
         self._path = journal
         self._salt = params.get("cache_salt")
-        self._mallee = dict(params.get("mallee") or {})
-        for name in {"keep", "stop_when"} & self._mallee.keys():
+        self._params = dict(params)
+        for name in {"keep", "stop_when"} & params.keys():
             remedy = "graphs have keep at their nodes, and joins to stop by; leave it out"
-            raise InvalidParameter(f"mallee.{name}", self._mallee[name], remedy)
-        self._budget = self._mallee.pop("budget", None)
-        self._params = {**params, "mallee": self._mallee}
+            raise InvalidParameter(name, params[name], remedy)
+        self._budget = self._params.pop("budget", None)
         self._journal: Journal | None = None
         self._due: float | None = None
         self._work: dict[str, Work] = {}
@@ -176,8 +176,8 @@ class AsyncGraphRun:
             written = {} if self._journal is None else self._journal.done
             done = await still_done(send, graph, written, self._salt)
             if self._budget is not None:
-                parent = self._mallee.get("session")
-                self._mallee["session"] = session = self._head.session
+                parent = self._params.get("session")
+                self._params["session"] = session = self._head.session
                 more: Any = {"parent": parent, "done": written, "salt": self._salt}
                 left = await bind(send, self._budget, session, **more)
                 self._due = self._now() + left["wall_s"] if "wall_s" in left else None
@@ -307,7 +307,7 @@ class AsyncGraphRun:
             await asyncio.gather(*map(self._delete, [*self._held]))
             # A session that is closed keeps nothing; one of a journal may be gone on with.
             keeps = any(getattr(node, "keep", False) for node in self._graph.nodes.values())
-            if self._mallee.get("session") == session and self._journal is None and not keeps:
+            if self._params.get("session") == session and self._journal is None and not keeps:
                 await self._tried(close_session(session, self._salt))
         if self._journal is not None:
             self._journal.close()
@@ -390,7 +390,7 @@ class AsyncGraphRun:
             drawn = branch_seed(seed, first.item[0])  # 64 bits, of which JSON's are signed
             params["seed"] = drawn - (1 << 64) if drawn >> 63 else drawn
         if keeps:
-            params["mallee"] = {**self._mallee, "keep": True}
+            params["keep"] = True
         suffixes = [text if isinstance(text, str) else {"messages": text} for text in texts]
         self._work |= {name: Work() for name in group.names}
         branches = self._client._fork(self._work[spec.of].capsule, suffixes, params)

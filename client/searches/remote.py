@@ -1,12 +1,10 @@
 """Searches that the gateway runs: one call each, whose stream has the tree as it grows."""
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing, closing
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from mallee.client.base import failing_as, raise_refusal, raise_refusal_async
 from mallee.client.calls import Call
 from mallee.client.errors import StreamBroken
 from mallee.client.results import event_body
@@ -15,9 +13,6 @@ from mallee.protocol.errors import InvalidParameter
 from mallee.search.policy import Policy, SearchBudget
 from mallee.search.results import SearchResult
 from mallee.search.scores import Verifier
-
-if TYPE_CHECKING:
-    import httpx
 
 ServiceUrl: TypeAlias = Mapping[str, str]
 """`{"url": ...}`: a service of yours that values texts, of those that the operator allows."""
@@ -56,40 +51,11 @@ def search_call(
     return Call("POST", "/v1/search", known, cache_salt=params.get("cache_salt"))
 
 
-def run(call: Call, base_url: str, request: Callable[[Call], "httpx.Response"]) -> SearchResult:
-    """The result. Left early, it ends the search. Raises the server's error, StreamBroken."""
-    response, url = request(call), base_url + call.path
-    if response.status_code >= 400:
-        raise_refusal(response, url)
-    reader = _Reader(url)
-    with closing(response), failing_as(StreamBroken, url):
-        for chunk in response.iter_raw():
-            if reader.feed(chunk):
-                break
-    return reader.finished()
-
-
-async def run_async(
-    call: Call, base_url: str, request: Callable[[Call], Awaitable["httpx.Response"]]
-) -> SearchResult:
-    """As `run`. Cancelled, it ends the search."""
-    response, url = await request(call), base_url + call.path
-    if response.status_code >= 400:
-        await raise_refusal_async(response, url)
-    reader = _Reader(url)
-    async with aclosing(response):
-        with failing_as(StreamBroken, url):
-            async for chunk in response.aiter_raw():
-                if reader.feed(chunk):
-                    break
-    return reader.finished()
-
-
-class _Reader:
+class SearchReader:
     """Reads the stream of one search."""
 
     def __init__(self, url: str) -> None:
-        self._url = url
+        self.url = url
         self._parser = SseParser()
         self._result: SearchResult | None = None
         self._is_done = False
@@ -100,19 +66,19 @@ class _Reader:
             if data == DONE:
                 self._is_done = True
                 break
-            body = event_body(data, self._url)
+            body = event_body(data, self.url)
             if body.get("object") != "search":
                 continue  # nodes that joined the tree
             try:
                 self._result = msgspec.convert(body, SearchResult)
             except msgspec.ValidationError as error:
-                raise StreamBroken(self._url, f"not a search: {error}") from error
+                raise StreamBroken(self.url, f"not a search: {error}") from error
         return self._is_done
 
     def finished(self) -> SearchResult:
         """Raises StreamBroken if the end is missing."""
         if self._result is None or not self._is_done:
-            raise StreamBroken(self._url)
+            raise StreamBroken(self.url)
         return self._result
 
 

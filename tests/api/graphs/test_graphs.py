@@ -42,7 +42,7 @@ async def client_of(
     async with (
         tiny_fleet(MODEL, workers, num_blocks=num_blocks) as fleet,
         served(fleet.gateways[0], **settings) as (url, _),
-        AsyncMallee(url, timeout_s=30) as client,
+        AsyncMallee(url, timeout=30) as client,
     ):
         yield client, fleet
         await nothing_left(client, fleet)
@@ -110,7 +110,7 @@ async def test_a_graph_says_what_calls_by_hand_say() -> None:
         found = await client.run(graph).wait()
 
         async def alone(prompt: str, num: int = 6) -> str:
-            (answer,) = await client.complete(prompt, max_tokens=num, **GREEDY)
+            answer = await client.complete(prompt, max_tokens=num, **GREEDY)
             return answer.text
 
         said = [await alone(f"{DOC} Why?"), await alone(f"{DOC} When?")]
@@ -340,7 +340,7 @@ async def test_a_budget_bounds_the_whole_graph() -> None:
         asked = [graph.branch(doc, text, max_tokens=40, **GREEDY) for text in ("", " b")]
 
         async def codes(**budget: Any) -> set[str]:
-            found = await client.run(graph, mallee={"budget": budget}).wait()
+            found = await client.run(graph, budget=budget).wait()
             if "tokens" in budget:
                 assert found.completion_tokens == budget["tokens"]
             return {node.error.code for node in found.nodes.values() if node.error is not None}
@@ -349,7 +349,7 @@ async def test_a_budget_bounds_the_whole_graph() -> None:
         assert await codes(branches=1) == {"budget_spent"}
         long = Graph()
         long.branch(long.prefill(DOC), max_tokens=1500, **GREEDY)
-        found = await client.run(long, mallee={"budget": {"wall_s": 0.2}}).wait()
+        found = await client.run(long, budget={"wall_s": 0.2}).wait()
         with pytest.raises(BudgetSpent):
             _ = found["branch-1"]
         assert found.wall_ms < 5000
@@ -417,8 +417,8 @@ async def test_a_graph_draws_of_its_session_s_budget_at_any_gateway() -> None:
 
         session = b.session("s")
         with pytest.raises(InvalidParameter, match=r"budget\.tokens"):
-            await session.run(of(6), mallee={"budget": {"tokens": 61}}).wait()
-        found = await session.run(of(6), mallee={"budget": {"tokens": 20}}).wait()
+            await session.run(of(6), budget={"tokens": 61}).wait()
+        found = await session.run(of(6), budget={"tokens": 20}).wait()
         assert found.status == "done"
         await until_asked(is_back)  # what it did not spend comes a moment later
         found = await session.run(of(200)).wait()
@@ -450,7 +450,7 @@ async def test_a_run_goes_on_when_its_gateway_dies() -> None:
     last = graph.branch(first, [graph.tool(look_up), "So?"], max_tokens=4, **GREEDY)
     async with two_clients() as (_, b, _, entry):
         calm = await b.run(graph, outputs=[last, long]).wait()
-        async with AsyncMallee(transport=entry) as client:
+        async with AsyncMallee(http_client=httpx.AsyncClient(transport=entry)) as client:
             run = client.run(graph, outputs=[last, long])
             events = await until_event(run, "node.ended", "first")
             entry.kill()
@@ -468,7 +468,9 @@ async def test_a_run_that_may_not_be_sent_again_fails_where_its_gateway_died() -
     graph = Graph()
     graph.branch(graph.prefill(DOC), max_tokens=600, name="long", **GREEDY)
     async with two_clients() as (_, _, _, entry):
-        async with AsyncMallee(transport=entry, max_retries=0) as client:
+        async with AsyncMallee(
+            http_client=httpx.AsyncClient(transport=entry), max_retries=0
+        ) as client:
             run = client.run(graph)
             await until_event(run, "node.delta")
             entry.kill()

@@ -139,12 +139,12 @@ async def test_a_budget_goes_on_with_its_graph(tmp_path: Path) -> None:
 
         async def again(name: str, **budget: int) -> GraphResult:
             given: Any = {"budget": budget}
-            run = client.run(pair(find), journal=tmp_path / name, mallee=given)
+            run = client.run(pair(find), journal=tmp_path / name, **given)
             return await run.wait()
 
         for name in ("known", "forgotten"):
             async with client.run(
-                pair(hang), journal=tmp_path / name, mallee={"budget": {"tokens": 50}}
+                pair(hang), journal=tmp_path / name, budget={"tokens": 50}
             ) as run:
                 await read(run, "a")
         (session,) = (

@@ -206,13 +206,12 @@ async def test_the_sdk_and_the_command_list_show_fork_and_close(capsys: Any) -> 
                 async with client.session("left") as left:
                     await left.complete("abc", **FEW)
                     raise ZeroDivisionError
-            asked = {"mallee": {"session": "a b"}, "max_tokens": 2, "ignore_eos": True}
-            (branch,) = await client.stream(PROMPT, **asked).wait()  # type: ignore[arg-type]
-            (listed,) = await client.sessions()
+            branch = await client.complete(PROMPT, session="a b", **FEW)
+            (listed,) = [each async for each in client.sessions()]
             assert (listed.id, listed.capsules) == ("a b", 1)
             session = client.session("a b")
             tree = await session.show()
-            assert [node.tokens for node in tree.nodes] == [len(PROMPT) + 2]
+            assert [node.tokens for node in tree.nodes] == [len(PROMPT) + 3]
             fork = await session.fork("c")
             assert (fork.root, (await fork.show()).parent) == (tree.nodes[0].capsule, "a b")
             assert branch.text is not None
@@ -240,7 +239,7 @@ def talk(url: str) -> None:
         with client.session("bug-7", cache_salt="s") as session:
             with pytest.raises(NotFound):
                 session.show()
-            (first,) = session.complete("A tree", **FEW)
+            first = session.complete("A tree", **FEW)
             more = first.fork([" of", " and"], **FEW).wait()
             with session.stream("A tree of", **FEW) as branches:
                 streamed = branches.wait()
@@ -258,14 +257,14 @@ def talk(url: str) -> None:
             with pytest.raises(UnknownCapsule):
                 client.capsule(again.capsule, cache_salt="s")
             assert client.capsule(first.capsule, cache_salt="s").id == first.capsule
-            assert client.sessions() == []  # of another salt
+            assert list(client.sessions()) == []  # of another salt
             assert [each.id for each in client.sessions(cache_salt="s")] == ["bug-7"]
         for capsule in capsules:
             with pytest.raises(UnknownCapsule):
                 client.capsule(capsule, cache_salt="s")
         mine = client.session()
         assert mine.id != client.session().id
-        (branch,) = mine.complete("abc", mallee={"priority": 2}, **FEW)
+        branch = mine.complete("abc", priority=2, **FEW)
         assert [node.capsule for node in mine.show().nodes] == [branch.capsule]
         assert mine.close().released == 1
         with pytest.raises(NotFound):
@@ -275,7 +274,7 @@ def talk(url: str) -> None:
         with suppress(ZeroDivisionError), client.session("left") as left:
             left.complete("abc", **FEW)
             raise ZeroDivisionError
-        assert client.sessions() == []
+        assert list(client.sessions()) == []
         assert repr(Session(client, "x", None)) == "Session('x', root=None)"
 
 
