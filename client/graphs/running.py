@@ -232,14 +232,14 @@ class AsyncGraphRun:
 
     def _ended(self, node: NodeRun) -> None:
         work = self._work.get(node.name, Work())
-        is_fresh = node.status == "done" and not node.is_resumed
+        is_fresh = node.status == "done" and not node.is_resumed and self._fault is None
         if self._journal is not None and is_fresh and not isinstance(node.node, Join):
             is_map = isinstance(node.node, Map) and node.item is None
             output = Output() if is_map else node.output
             try:
                 self._journal.write(Done(node=node.name, output=output, work=work))
             except JournalFailed as error:
-                self._fault = self._fault or error
+                self._fault = error
                 self._run.end(error, self._now())
         if node.stays and node.status == "done":
             self._held.pop(work.capsule, None)
