@@ -330,6 +330,12 @@ async def test_a_run_that_is_cancelled_or_left_ends_its_graph() -> None:
         await nothing_left(client, fleet)
         async with client.session("s") as session, session.run(graph) as run:
             await until_event(run, "node.delta")
+        run = client.run(graph)
+        await until_event(run, "node.delta")
+        reading = asyncio.create_task(until_event(run, "graph.ended"))
+        await run.close()
+        with pytest.raises(AssertionError, match=r"no graph\.ended"):
+            await reading
 
 
 async def test_a_budget_bounds_the_whole_graph() -> None:
