@@ -10,7 +10,7 @@ from mallee.client.base import failing_as, raise_refusal, raise_refusal_async
 from mallee.client.calls import Call
 from mallee.client.errors import StreamBroken
 from mallee.client.results import event_body
-from mallee.client.sse import DONE, SseParser
+from mallee.client.sse import SseParser
 from mallee.protocol.errors import InvalidParameter
 from mallee.search.policy import Policy, SearchBudget
 from mallee.search.results import SearchResult
@@ -58,62 +58,44 @@ def search_call(
 
 def run(call: Call, base_url: str, request: Callable[[Call], "httpx.Response"]) -> SearchResult:
     """The result. Left early, it ends the search. Raises the server's error, StreamBroken."""
-    response, url = request(call), base_url + call.path
+    response, url, parser = request(call), base_url + call.path, SseParser()
     if response.status_code >= 400:
         raise_refusal(response, url)
-    reader = _Reader(url)
     with closing(response), failing_as(StreamBroken, url):
         for chunk in response.iter_raw():
-            if reader.feed(chunk):
-                break
-    return reader.finished()
+            if (found := _found(parser.feed(chunk), url)) is not None:
+                return found
+    raise StreamBroken(url)
 
 
 async def run_async(
     call: Call, base_url: str, request: Callable[[Call], Awaitable["httpx.Response"]]
 ) -> SearchResult:
     """As `run`. Cancelled, it ends the search."""
-    response, url = await request(call), base_url + call.path
+    response, url, parser = await request(call), base_url + call.path, SseParser()
     if response.status_code >= 400:
         await raise_refusal_async(response, url)
-    reader = _Reader(url)
     async with aclosing(response):
         with failing_as(StreamBroken, url):
             async for chunk in response.aiter_raw():
-                if reader.feed(chunk):
-                    break
-    return reader.finished()
+                if (found := _found(parser.feed(chunk), url)) is not None:
+                    return found
+    raise StreamBroken(url)
 
 
-class _Reader:
-    """Reads the stream of one search."""
+def _found(events: Sequence[str], url: str) -> SearchResult | None:
+    """The result, if it has come: the others are of nodes that joined the tree.
 
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self._parser = SseParser()
-        self._result: SearchResult | None = None
-        self._is_done = False
-
-    def feed(self, chunk: bytes) -> bool:
-        """Whether it has ended. Raises the server's error, StreamBroken."""
-        for data in self._parser.feed(chunk):
-            if data == DONE:
-                self._is_done = True
-                break
-            body = event_body(data, self._url)
-            if body.get("object") != "search":
-                continue  # nodes that joined the tree
+    Raises the server's error, StreamBroken.
+    """
+    for data in events:
+        body = event_body(data, url)
+        if body.get("object") == "search":
             try:
-                self._result = msgspec.convert(body, SearchResult)
+                return msgspec.convert(body, SearchResult)
             except msgspec.ValidationError as error:
-                raise StreamBroken(self._url, f"not a search: {error}") from error
-        return self._is_done
-
-    def finished(self) -> SearchResult:
-        """Raises StreamBroken if the end is missing."""
-        if self._result is None or not self._is_done:
-            raise StreamBroken(self._url)
-        return self._result
+                raise StreamBroken(url, f"not a search: {error}") from error
+    return None
 
 
 def _sent_policy(policy: Policy) -> Any:
