@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -495,30 +495,32 @@ class ChunkWriter:
 def capsule_body(info: CapsuleInfo, model: str, *, names_workers: bool, **known: Any) -> NewCapsule:
     """A capsule as `GET` shows it, with what is `known` of its making."""
     status = info.status
+    state: Literal["computing", "ready", "failed"] = "ready"
     if info.error is not None:
-        known |= {"status": "failed", "error": error_fields(info.error)}
+        state = "failed"
+        known["error"] = error_fields(info.error)
     elif info.is_computing:
-        known["status"] = "computing"
+        state = "computing"
         if status is not None:
             known["computed_tokens"] = status.computed
-    elif status is not None:
-        known |= {
-            "pinned": status.is_pinned,
-            "ttl_s": status.ttl_s,
-            "tier": status.tier,
-            "nbytes": status.nbytes,
-            "shared_nbytes": status.shared_nbytes,
-            "drawn": status.drawn,
-            "aligned_tokens": status.aligned,
-        }
-    if info.is_stale and "status" not in known:
-        known["stale"] = True
-    made = {
-        "id": info.capsule,
-        "created": int(info.created),
-        "model": model,
-        "worker": info.worker if names_workers else None,
-        "tokens": info.boundary,
-        "status": "ready",
-    }
-    return NewCapsule(**(made | known))
+    else:
+        known |= {"stale": True} if info.is_stale else {}
+        if status is not None:
+            known |= {
+                "pinned": status.is_pinned,
+                "ttl_s": status.ttl_s,
+                "tier": status.tier,
+                "nbytes": status.nbytes,
+                "shared_nbytes": status.shared_nbytes,
+                "drawn": status.drawn,
+                "aligned_tokens": status.aligned,
+            }
+    return NewCapsule(
+        id=info.capsule,
+        created=int(info.created),
+        model=model,
+        worker=info.worker if names_workers else None,
+        tokens=info.boundary,
+        status=state,
+        **known,
+    )

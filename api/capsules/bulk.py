@@ -120,17 +120,17 @@ class Bulk:
     wanted: CapsuleFilter
     clock: Callable[[], float]
 
-    async def page(self, after: str, limit: int) -> tuple[list[CapsuleInfo], bool, int]:
-        """The first `limit` behind `after`; whether there are more; capsules whose worker didn't tell."""
+    async def page(self, after: str, most: int) -> tuple[list[CapsuleInfo], int]:
+        """The first `most` behind `after`, and the number of capsules whose worker didn't tell."""
         found: list[CapsuleInfo] = []
         num_unknown = 0
-        size = limit + 1 if self.wanted.is_empty else PAGE
+        size = most if self.wanted.is_empty else PAGE
         async for infos, unknown in self._runs(after, size):
             found += infos
             num_unknown += len(unknown)
-            if len(found) > limit:
+            if len(found) >= most:
                 break
-        return found[:limit], len(found) > limit, num_unknown
+        return found[:most], num_unknown
 
     async def count(self) -> dict[str, Any]:
         """Their number and tokens."""

@@ -15,12 +15,12 @@ from mallee.api.capsules.bulk import (
     read_filter,
     release_each,
 )
-from mallee.api.entry.asking import Asking, read_count
+from mallee.api.entry.asking import Asking
 from mallee.api.entry.middleware import caller_of
+from mallee.api.entry.pages import read_paging
 from mallee.api.files.sending import CapsuleFile
 from mallee.api.files.taking import read_query, take_file
 from mallee.api.jobs import JobMaker
-from mallee.api.openapi.operations import MAX_LISTED
 from mallee.api.serve import Server, json_response
 from mallee.api.sse import unless_gone
 from mallee.api.terms import read_terms
@@ -87,17 +87,13 @@ class CapsuleHandlers:
         return json_response(CapsuleText(id=capsule, start=start, tokens=len(tokens), text=text))
 
     async def list(self, request: Request) -> Response:
-        query = request.query_params
         bulk = self._bulk(request, ("limit", "after"))
-        limit = read_count(query.get("limit"), "limit", 20, MAX_LISTED)
+        paging = read_paging(request.query_params)
         with caller_of(request).visit:
-            listed = bulk.page(query.get("after", ""), limit)
-            found, has_more, num_unknown = await unless_gone(request.receive, listed)
+            listed = bulk.page(paging.after, paging.most)
+            found, num_unknown = await unless_gone(request.receive, listed)
         bodies = [self._body(request, info) for info in found]
-        last = bodies[-1].id if bodies else None
-        return json_response(
-            CapsuleList(data=bodies, last_id=last, has_more=has_more, unknown=num_unknown)
-        )
+        return json_response(paging.page(CapsuleList, bodies, unknown=num_unknown))
 
     async def count(self, request: Request) -> Response:
         bulk = self._bulk(request)

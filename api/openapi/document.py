@@ -14,6 +14,7 @@ from mallee.api.openapi.operations import BYTES, EVENTS, JSON, OPERATIONS, Opera
 from mallee.protocol.api.shared import OTHERS_HARMLESS, OTHERS_NEUTRAL, AnyBody, Body
 
 API_VERSION: Final = "1"
+HARMLESS: Final = "Changes nothing."
 NOT_SUPPORTED: Final = "Not supported: it may have a value that changes nothing."
 IGNORED: Final = "Not known: ignored, and named by the answer's header `warnings`."
 _INNER: Final = ("type", "item_type", "value_type")
@@ -99,7 +100,7 @@ def _refine(schema: dict[str, Any], kind: type[AnyBody]) -> None:
     for name, field in fields.items():
         fields[name] = _nullable(field)
     fields.update(
-        {name: {"description": "Changes nothing."} for name in OTHERS_HARMLESS - fields.keys()},
+        {name: {"description": HARMLESS} for name in OTHERS_HARMLESS - fields.keys()},
     )
     for name in OTHERS_NEUTRAL.keys() - fields.keys():
         fields[name] = {"description": NOT_SUPPORTED, "enum": [*OTHERS_NEUTRAL[name], None]}

@@ -5,6 +5,7 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from mallee.api.capsules.bulk import MAX_AGE_S, TIERS
+from mallee.api.entry.pages import MAX_LISTED
 from mallee.api.graphs.requests import GraphRequest, ResultRequest
 from mallee.api.messages.errors import OVERLOADED
 from mallee.api.openapi import bodies
@@ -15,7 +16,6 @@ JSON, EVENTS, BYTES = "application/json", "text/event-stream", "application/octe
 TEXT, HTML, FORM = "text/plain", "text/html", "application/x-www-form-urlencoded"
 
 NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
-MAX_LISTED: Final = 100  # capsules of one page
 MAX_DECISIONS: Final = 128
 MAX_CANDIDATES: Final = 4096
 MAX_WATCH_S: Final = 25
@@ -83,11 +83,7 @@ _CAPSULE: Final = "/v1/capsules/{capsule}"
 _SESSION: Final = "/v1/sessions/{session}"
 _RESPONSE: Final = "/v1/responses/{response}"
 _CONVERSATION: Final = "/v1/conversations/{conversation}"
-_ITEMS: Final = {
-    "limit": _count(20, MAX_LISTED),
-    "order": {"type": "string", "enum": ["asc", "desc"]},
-    "after": {"type": "string"},
-}
+_ITEMS: Final = {**_PAGE, "order": {"type": "string", "enum": ["asc", "desc"]}}
 _BRANCH: Final = "/v1/requests/{request}/branches/{branch}"
 _GRAPH: Final = "/v1/graphs/{graph}"
 _NODES: Final = [
@@ -211,6 +207,14 @@ OPERATIONS: Final = (
     ),
     Operation(
         "GET",
+        "/v1/responses",
+        "responses.list",
+        "The caller's responses, a page at a time",
+        responses.ResponseList,
+        query=_PAGE,
+    ),
+    Operation(
+        "GET",
         _RESPONSE,
         "responses.get",
         "A stored response",
@@ -255,6 +259,14 @@ OPERATIONS: Final = (
             "items": [{"role": "user", "content": "I grow mallees."}],
             "metadata": {"topic": "trees"},
         },
+    ),
+    Operation(
+        "GET",
+        "/v1/conversations",
+        "conversations.list",
+        "The caller's conversations, a page at a time",
+        responses.ConversationList,
+        query=_PAGE,
     ),
     Operation(
         "GET",

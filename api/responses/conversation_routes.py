@@ -6,12 +6,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mallee.api.entry.asking import Asking
+from mallee.api.entry.pages import read_paging
 from mallee.api.responses.conversations import Change, Conversations, check_room
 from mallee.api.responses.items import page, read_input
 from mallee.api.responses.store import Record
 from mallee.api.serve import json_response
+from mallee.api.sse import unless_gone
 from mallee.protocol.api.responses import (
     MAX_NEW_ITEMS,
+    ConversationList,
     ConversationRequest,
     ConversationUpdate,
     ItemsRequest,
@@ -36,6 +39,12 @@ class ConversationHandlers:
         scope = self._asking.scope(request)
         record = self._conversations.create(scope, items, body.metadata or {})
         return json_response(record.body)
+
+    async def list(self, request: Request) -> Response:
+        paging = read_paging(request.query_params)
+        finding = self._conversations.all.find(self._asking.scope(request), paging)
+        found = await unless_gone(request.receive, finding)
+        return json_response(paging.page(ConversationList, found))
 
     async def get(self, request: Request) -> Response:
         return json_response((await self._record(request)).body)

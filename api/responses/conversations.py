@@ -9,10 +9,12 @@ from typing import Any, Final
 import msgspec
 
 from mallee.api.responses.items import shown
+from mallee.api.responses.listing import SharedList
 from mallee.api.responses.sharing import END_S, named, packed, request_of, unpacked
 from mallee.api.responses.store import Record, ResponseStore, UnknownResponse, num_chars
 from mallee.api.text.conversation import MAX_MESSAGES, Conversation
 from mallee.gateway.records import SharedRecords
+from mallee.protocol.api.responses import ConversationBody
 from mallee.protocol.codec import Decoder, encode
 from mallee.protocol.errors import (
     CodecError,
@@ -105,6 +107,7 @@ class Conversations:
         self._store = store
         self._new_name = new_name
         self._clock = clock
+        self.all = SharedList(records, store, ID_PREFIX, ConversationBody, new_name=new_name)
         records.share(_KIND, self._tell, self._on_forgotten)
         records.share(_CHANGE, self._tell_changed)
 

@@ -3,10 +3,11 @@
 import base64
 import binascii
 from collections.abc import Mapping
+from operator import itemgetter
 from typing import Any, Final
 
-from mallee.api.entry.asking import read_count
 from mallee.api.entry.decoding import read_part
+from mallee.api.entry.pages import read_paging
 from mallee.api.responses.tools import arguments_of, full_name, read_namespace
 from mallee.api.text.conversation import (
     MAX_MESSAGES,
@@ -22,6 +23,7 @@ from mallee.protocol.api.responses import (
     CustomResultItem,
     FunctionCallItem,
     FunctionResultItem,
+    ItemList,
     MessageItem,
     ReasoningItem,
     Refusal,
@@ -29,7 +31,6 @@ from mallee.protocol.api.responses import (
 )
 from mallee.protocol.errors import BadRequest, InvalidParameter, MalleeError
 
-MAX_ITEMS: Final = 100  # of one page
 STATES: Final = ("in_progress", "completed", "incomplete")
 _HINTS: Final = {
     "item_reference": "name its response as previous_response_id, or give the item",
@@ -206,26 +207,18 @@ def _parts(content: Any, kind: str) -> list[dict[str, Any]]:
     return found
 
 
-def page(items: list[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
+def page(items: list[dict[str, Any]], query: Mapping[str, str]) -> ItemList:
     """A list of items by `limit`, `order` and `after`. Raises InvalidParameter."""
-    limit = read_count(query.get("limit"), "limit", 20, MAX_ITEMS)
-    order, after = query.get("order", "desc"), query.get("after")
+    paging, order = read_paging(query), query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise InvalidParameter("order", order, "give asc or desc")
     found = items if order == "asc" else items[::-1]
     begin = 0
-    if after is not None:
-        begin = 1 + next((i for i, item in enumerate(found) if item["id"] == after), -1)
+    if "after" in query:
+        begin = 1 + next((i for i, item in enumerate(found) if item["id"] == paging.after), -1)
         if not begin:
-            raise InvalidParameter("after", after, "give the id of an item of this list")
-    part = found[begin : begin + limit]
-    return {
-        "object": "list",
-        "data": part,
-        "first_id": part[0]["id"] if part else None,
-        "last_id": part[-1]["id"] if part else None,
-        "has_more": begin + limit < len(found),
-    }
+            raise InvalidParameter("after", paging.after, "give the id of an item of this list")
+    return paging.page(ItemList, found[begin : begin + paging.most], id_of=itemgetter("id"))
 
 
 def renamed(error: MalleeError, old: str, new: str) -> MalleeError:

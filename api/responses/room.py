@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from mallee.api.entry.asking import Asked, Asking, read_count
 from mallee.api.entry.middleware import age_s, caller_of
+from mallee.api.entry.pages import read_paging
 from mallee.api.responses.conversations import (
     Change,
     Conversations,
@@ -19,6 +20,7 @@ from mallee.api.responses.conversations import (
     place,
 )
 from mallee.api.responses.items import page, shown
+from mallee.api.responses.listing import SharedList
 from mallee.api.responses.requests import conversation_of
 from mallee.api.responses.running import Background, Run
 from mallee.api.responses.sharing import ID_PREFIX, SharedResponses, request_of
@@ -28,7 +30,7 @@ from mallee.api.responses.turns import PlannedTurn, TurnMaker
 from mallee.api.responses.writing import Writer, opening, sse
 from mallee.api.serve import Server, json_response
 from mallee.api.sse import EventStream, unless_gone
-from mallee.protocol.api.responses import ResponseRequest
+from mallee.protocol.api.responses import ResponseList, ResponseRequest, ResponseSummary
 from mallee.protocol.codec import Decoder, encode
 from mallee.protocol.errors import (
     BadRequest,
@@ -91,6 +93,13 @@ class Responses:
             clock=server.clock,
         )
         self._shared = SharedResponses(server.gateway.records, self.store, tasks, self._end)
+        self._list = SharedList(
+            server.gateway.records,
+            self.store,
+            ID_PREFIX,
+            ResponseSummary,
+            new_name=server.gateway.requests.new_name,
+        )
         self._background: dict[str, Background] = {}  # those that run
         server.gateway.records.share(_EVENTS, self._tell_events)
 
@@ -137,6 +146,12 @@ class Responses:
         if run.error is not None:
             raise run.error
         return json_response(run.writer.body, headers=self._headers(request, run))
+
+    async def list(self, request: Request) -> Response:
+        paging = read_paging(request.query_params)
+        finding = self._list.find(self._asking.scope(request), paging)
+        found = await unless_gone(request.receive, finding)
+        return json_response(paging.page(ResponseList, found))
 
     async def get(self, request: Request) -> Response:
         record = await self._record(request)

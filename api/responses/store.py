@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from heapq import nsmallest
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -131,6 +132,7 @@ class ResponseStore:
         self._settings = settings
         self._clock = clock
         self._records: OrderedDict[str, _Kept] = OrderedDict()
+        self._of_scope: dict[Scope, set[str]] = {}
         self.nbytes = 0
 
     def __len__(self) -> int:
@@ -144,6 +146,7 @@ class ResponseStore:
         nbytes = record.nbytes
         self.nbytes += nbytes
         self._records[record.id] = _Kept(record, self._clock(), nbytes, record.turn)
+        self._of_scope.setdefault(record.scope, set()).add(record.id)
         self._shrink()
 
     def recount(self, record: Record) -> None:
@@ -161,6 +164,16 @@ class ResponseStore:
         self._records.move_to_end(name)
         return found.record
 
+    def page(self, scope: Scope, prefix: str, after: str, most: int) -> list[Record]:
+        """The first `most` of `scope` whose ids begin with `prefix` and come after `after`, by id.
+
+        It is no use of them. O(records of `scope`).
+        """
+        self._shrink()
+        names = self._of_scope.get(scope, ())
+        later = (name for name in names if name.startswith(prefix) and name > after)
+        return [self._records[name].record for name in nsmallest(most, later)]
+
     def forget(self, record: Record) -> None:
         self._drop(record.id)
 
@@ -177,6 +190,9 @@ class ResponseStore:
                 fresh.append(turn.parent)
         assert all(turns[key].num_users == n for key, n in users.items()), "users differ"
         own = sum(kept.nbytes for kept in self._records.values())
+        names = {name for each in self._of_scope.values() for name in each}
+        assert names == self._records.keys(), "names differ"
+        assert all(self._of_scope.values()), "a scope has nothing"
         assert self.nbytes == own + sum(turn.nbytes for turn in turns.values()), "bytes differ"
 
     def _shrink(self) -> None:
@@ -194,6 +210,10 @@ class ResponseStore:
         found = self._records.pop(name, None)
         if found is not None:
             self.nbytes -= found.nbytes
+            names = self._of_scope[found.record.scope]
+            names.discard(name)
+            if not names:
+                del self._of_scope[found.record.scope]
             if found.turn is not None:
                 self._leave(found.turn)
 

@@ -8,16 +8,22 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mallee.api.branches.accounts import read_budget
-from mallee.api.entry.asking import Asking, read_count
+from mallee.api.entry.asking import Asking
 from mallee.api.entry.middleware import caller_of
-from mallee.api.openapi.operations import MAX_LISTED
+from mallee.api.entry.pages import read_paging
 from mallee.api.serve import Server, json_response
 from mallee.api.sessions.budgets import SessionBudgets
 from mallee.api.sessions.names import check_session
 from mallee.api.sse import unless_gone
 from mallee.gateway.capsules.capsules import CapsuleInfo
 from mallee.gateway.sessions.sessions import SessionView
-from mallee.protocol.api.sessions import CloseSessionRequest, SessionForkRequest, SessionRequest
+from mallee.protocol.api.sessions import (
+    CloseSessionRequest,
+    Session,
+    SessionForkRequest,
+    SessionList,
+    SessionRequest,
+)
 from mallee.protocol.errors import BadRequest, InvalidParameter, NotFound
 from mallee.protocol.gateways.session_notes import NodeNote
 from mallee.protocol.ids import CapsuleId, Scope
@@ -37,15 +43,9 @@ class SessionHandlers:
         self._draw_seed = draw_seed
 
     async def list(self, request: Request) -> Response:
-        query = request.query_params
-        limit = read_count(query.get("limit"), "limit", 20, MAX_LISTED)
-        scope = self._asking.scope(request)
-        found, has_more = self._gateway.sessions.page(scope, query.get("after", ""), limit)
-        bodies = [_body(view) for view in found]
-        last = bodies[-1]["id"] if bodies else None
-        return json_response(
-            {"object": "list", "data": bodies, "last_id": last, "has_more": has_more}
-        )
+        paging, scope = read_paging(request.query_params), self._asking.scope(request)
+        found = self._gateway.sessions.page(scope, paging.after, paging.most)
+        return json_response(paging.page(SessionList, [Session(**_body(view)) for view in found]))
 
     async def put(self, request: Request) -> Response:
         asked = await self._asking.read(request, SessionRequest)

@@ -181,10 +181,9 @@ class GatewaySessions:
         tree = self.trees.get(SessionKey(scope, name.decode()))
         return None if tree is None else encode(tree.note())
 
-    def page(self, scope: Scope, after: str, limit: int) -> tuple[list[SessionView], bool]:
-        """Sessions of `scope` whose names come after `after`, in order, and whether there are more."""
-        trees, has_more = self.trees.page(scope, after, limit)
-        return [_view(tree) for tree in trees], has_more
+    def page(self, scope: Scope, after: str, most: int) -> list[SessionView]:
+        """The first `most` sessions of `scope` whose names come after `after`, in order."""
+        return [_view(tree) for tree in self.trees.page(scope, after, most)]
 
     def show(self, name: str, scope: Scope) -> SessionView:
         """Raises NotFound, also for one of another scope."""

@@ -8,6 +8,7 @@ the one with the longest prompt, and of its branches the one whose text goes on 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from heapq import nsmallest
 from itertools import islice, takewhile
 from typing import Final, NamedTuple
 
@@ -236,12 +237,11 @@ class SessionTrees:
         self._forget_unused()
         return self._trees.get(key)
 
-    def page(self, scope: Scope, after: str, limit: int) -> tuple[list[SessionTree], bool]:
-        """Sessions whose names come after `after`, in order, and whether there are more."""
+    def page(self, scope: Scope, after: str, most: int) -> list[SessionTree]:
+        """The first `most` sessions whose names come after `after`, in order."""
         self._forget_unused()
         trees = self._of_scope.get(scope, {})
-        names = sorted(name for name in trees if name > after)
-        return [trees[name] for name in names[:limit]], len(names) > limit
+        return [trees[name] for name in nsmallest(most, (each for each in trees if each > after))]
 
     def newest(self, scope: Scope, tenant: str, most: int) -> list[SessionTree]:
         """The sessions of `scope`, which is one of `tenant`, that were used last; the last one first."""

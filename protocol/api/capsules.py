@@ -13,6 +13,7 @@ from mallee.protocol.api.shared import (
     ErrorFields,
     Indices,
     Messages,
+    Page,
     Priority,
     Prompt,
     TemplateVariables,
@@ -126,13 +127,9 @@ class NewCapsule(Capsule, frozen=True, kw_only=True):
     imported: Imported = OMITTED
 
 
-class CapsuleList(Body, frozen=True, kw_only=True):
+class CapsuleList(Page[Capsule], frozen=True, kw_only=True):
     """`unknown`: capsules whose workers did not answer."""
 
-    object: Literal["list"] = "list"
-    data: list[Capsule]
-    last_id: str | None
-    has_more: bool
     unknown: int
 
 

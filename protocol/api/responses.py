@@ -22,6 +22,7 @@ from mallee.protocol.api.shared import (
     AnyBody,
     AnyRequest,
     Body,
+    Page,
     Seed,
     Stream,
     StreamOptions,
@@ -203,6 +204,8 @@ class ItemsRequest(AnyBody, frozen=True, kw_only=True):
 
 # Answers
 
+ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+
 
 class Response(Body, frozen=True, kw_only=True):
     """OpenAI's. `mallee`: of its last choice, and how its prompt was made (`turn`, `new_tokens`)."""
@@ -211,7 +214,7 @@ class Response(Body, frozen=True, kw_only=True):
     object: Literal["response"]
     created_at: int
     completed_at: int | None
-    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+    status: ResponseStatus
     background: bool
     conversation: dict[str, str] | None
     error: dict[str, Any] | None
@@ -241,6 +244,26 @@ class Response(Body, frozen=True, kw_only=True):
     mallee: dict[str, Any] = OMITTED
 
 
+class ResponseSummary(Body, frozen=True, kw_only=True):
+    """A response without its texts and what was asked for."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: ResponseStatus
+    background: bool
+    conversation: dict[str, str] | None
+    model: str
+    previous_response_id: str | None
+    usage: dict[str, Any] | None
+    metadata: dict[str, Any]
+
+
+class ResponseList(Page[ResponseSummary], frozen=True, kw_only=True):
+    """Responses, by id."""
+
+
 class ResponseDeleted(Body, frozen=True, kw_only=True):
     id: str
     object: Literal["response"] = "response"
@@ -252,6 +275,10 @@ class ConversationBody(Body, frozen=True, kw_only=True):
     object: Literal["conversation"] = "conversation"
     created_at: int
     metadata: dict[str, str]
+
+
+class ConversationList(Page[ConversationBody], frozen=True, kw_only=True):
+    """Conversations, by id."""
 
 
 class ConversationItem(Body, frozen=True, kw_only=True):
@@ -275,9 +302,5 @@ class ConversationDeleted(Body, frozen=True, kw_only=True):
     deleted: bool = True
 
 
-class ItemList(Body, frozen=True, kw_only=True):
-    object: Literal["list"] = "list"
-    data: list[dict[str, Any]]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
+class ItemList(Page[dict[str, Any]], frozen=True, kw_only=True):
+    """Items, the newest first unless asked for in their order."""

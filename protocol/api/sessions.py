@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from mallee.protocol.api.capsules import Tier
-from mallee.protocol.api.shared import OMITTED, AnyRequest, Body, BudgetFields, SessionName
+from mallee.protocol.api.shared import OMITTED, AnyRequest, Body, BudgetFields, Page, SessionName
 
 
 class SessionForkRequest(AnyRequest, frozen=True, kw_only=True):
@@ -45,11 +45,8 @@ class Session(Body, frozen=True, kw_only=True):
     running: int
 
 
-class SessionList(Body, frozen=True, kw_only=True):
-    object: Literal["list"] = "list"
-    data: list[Session]
-    last_id: str | None
-    has_more: bool
+class SessionList(Page[Session], frozen=True, kw_only=True):
+    """Sessions, by name."""
 
 
 class SessionNode(Body, frozen=True, kw_only=True):

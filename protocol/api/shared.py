@@ -1,9 +1,11 @@
 """Parts that bodies have in common, and the rule for fields that they don't have."""
 
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Generic, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
+
+T = TypeVar("T")
 
 OMITTED: Any = msgspec.UNSET
 """The default of an answer's field that is not always there."""
@@ -295,6 +297,16 @@ class ChoiceExtras(Body, frozen=True, kw_only=True):
     score: float | None = OMITTED
     score_error: str = OMITTED
     error: Failure = OMITTED
+
+
+class Page(Body, Generic[T], frozen=True, kw_only=True):
+    """A part of a list. If it `has_more`, the next part is that `after` the `last_id`."""
+
+    object: Literal["list"] = "list"
+    data: list[T]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class Deleted(Body, frozen=True, kw_only=True):

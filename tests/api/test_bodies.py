@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mallee.api.entry import bodies
 from mallee.api.entry.bodies import Bodies
-from mallee.api.entry.decoding import parse, read
+from mallee.api.entry.decoding import decode, parse, read
 from mallee.api.messages.reading import read_dialogue
 from mallee.api.responses.items import read_input
 from mallee.api.text.conversation import Known, read_messages

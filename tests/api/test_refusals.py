@@ -106,7 +106,9 @@ def test_a_bad_element_is_refused_with_its_place_named(call: Any, body: Any, par
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("field", sorted(OTHERS_NEUTRAL))
+@pytest.mark.parametrize(
+    "field", sorted(OTHERS_NEUTRAL.keys() - set(CompletionRequest.__struct_fields__))
+)
 def test_answer_changing_fields_pass_only_at_their_neutral_value(call: Any, field: str) -> None:
     """I17: an unsupported field gives a clear error, never a silently different answer."""
     answer = call("POST", COMPLETIONS, {"prompt": "a", field: ["something", "else"]})
@@ -195,7 +197,7 @@ def test_unknown_fields_of_others_paths_are_ignored_and_named(call: Any) -> None
 
 
 def test_many_unknown_fields_are_named_in_part(call: Any) -> None:
-    many = {f"field{i:03}{'x' * 500}": i for i in range(40)}
+    many = {f"field{i:03}{'x' * 60}": i for i in range(40)}
     answer = call.raw("POST", COMPLETIONS, json={"prompt": "a", **many})
     assert answer.status_code == 200
     told = answer.headers["warnings"]
@@ -223,7 +225,6 @@ def test_another_model_is_not_found(call: Any) -> None:
         (COMPLETIONS, {"prompt": "a"}),
         (CHAT, {"messages": MESSAGES}),
         ("/tokenize", {"prompt": "a"}),
-        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 4}),
         ("/detokenize", {"tokens": [1]}),
     ):
         answer = call("POST", path, {**body, "model": "gpt-9"})

@@ -19,7 +19,10 @@ ACME, EVIL = new_key("acme", "client", None), new_key("evil", "client", None)
 SECRET = "xyzzy"
 PROMPT = f"{SECRET} many trunks from one root, which sprout again after fire " * 3
 SESSION = f"{SECRET}-session"
-LISTS = ("/v1/capsules", "/v1/capsules/count", "/v1/sessions")
+LISTS = (
+    *("/v1/capsules", "/v1/capsules/count", "/v1/sessions"),
+    *("/v1/responses", "/v1/conversations"),
+)
 OWN = ("model", "worker", "file")  # names in paths that belong to no tenant
 MAKING = ("sessions.put",)  # what has the name may be new, and is its caller's then
 

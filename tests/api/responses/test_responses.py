@@ -435,7 +435,7 @@ CUSTOM = {"type": "custom", "name": "a"}
         ({"input": [{"type": "image"}]}, "input[0].type"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-            "input[0].content[0]",
+            "input[0].content[0].type",
         ),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"type": "function_call", "name": "a"}]}, "input[0].call_id"),

@@ -475,6 +475,51 @@ async def test_without_the_gateway_that_keeps_it_a_conversation_is_refused_in_ti
             await call(name, timeout=5)
 
 
+async def listed(client: openai.AsyncOpenAI, path: str, **query: Any) -> Any:
+    return await client.get(path, cast_to=object, options={"params": query})
+
+
+async def test_lists_have_the_things_of_all_gateways_a_page_at_a_time(scene: Scene) -> None:
+    """By id, each once though two gateways have it; what is deleted is in none, others' things neither."""
+    a, b, fleet, _ = scene
+    talks = [await (a, b)[i % 2].conversations.create(metadata={"i": str(i)}) for i in range(5)]
+    made = [await ask((a, b)[i % 2], "x", metadata={"i": str(i)}) for i in range(3)]
+    await b.responses.retrieve(made[0].id)  # a copy
+    for path, things in (("/conversations", talks), ("/responses", made)):
+        names = sorted(each.id for each in things)
+        for client in (a, b):
+            assert [each["id"] for each in (await listed(client, path))["data"]] == names
+            page = await listed(client, path, limit=2)
+            assert [each["id"] for each in page.pop("data")] == names[:2]
+            ends = {"first_id": names[0], "last_id": names[1], "has_more": True}
+            assert page == {"object": "list", **ends}
+            rest = await listed(client, path, after=names[1])
+            assert [each["id"] for each in rest["data"]] == names[2:]
+            assert not rest["has_more"]
+            none = await listed(client, path, after="z")
+            assert (none["data"], none["first_id"], none["last_id"]) == ([], None, None)
+            eve = client.with_options(default_headers={"x-cache-salt": "eve"})
+            assert (await listed(eve, path))["data"] == []
+    shown = {each["id"]: each for each in (await listed(b, "/responses"))["data"]}
+    for response in made:
+        found = shown[response.id]
+        assert (found["status"], found["metadata"]) == (response.status, response.metadata)
+        assert found["usage"] == response.usage.to_dict()
+        assert "output" not in found
+    with pytest.raises(openai.BadRequestError, match="limit"):
+        await listed(a, "/responses", limit=101)
+    await b.responses.delete(made[0].id)
+    await b.conversations.delete(talks[0].id)
+    for client in (a, b):
+        left = [each["id"] for each in (await listed(client, "/responses"))["data"]]
+        assert left == sorted(each.id for each in made[1:])
+        left = [each["id"] for each in (await listed(client, "/conversations"))["data"]]
+        assert left == sorted(each.id for each in talks[1:])
+    fleet.gateways[0].records._bus.is_mute = True  # type: ignore[attr-defined]
+    with pytest.raises(openai.InternalServerError, match="not all have answered"):
+        await listed(b, "/responses")
+
+
 def conversation(num_items: int) -> Record:
     items = [{"id": f"i{n}", "type": "message"} for n in range(num_items)]
     made = Record("conv_1", COMMON, {"metadata": {}}, items, Conversation(()))

@@ -113,7 +113,7 @@ async def test_sessions_are_their_scope_s_alone_and_listed_in_pages() -> None:
         await ask(client, PROMPT, "b", cache_salt="eve")
         page = (await client.get("/v1/sessions", params={"limit": 2})).json()
         assert [each["id"] for each in page["data"]] == ["a", "b"]
-        assert (page["last_id"], page["has_more"]) == ("b", True)
+        assert (page["first_id"], page["last_id"], page["has_more"]) == ("a", "b", True)
         page = (await client.get("/v1/sessions", params={"after": "b"})).json()
         assert [each["id"] for each in page["data"]] == ["c"]
         assert not page["has_more"]

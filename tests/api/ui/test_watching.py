@@ -174,7 +174,7 @@ class Watching(RuleBasedStateMachine):
         self.trees.check()
 
     def all(self) -> list[Any]:
-        return self.trees.page(SCOPE, "", 100)[0]
+        return self.trees.page(SCOPE, "", 100)
 
 
 TestWatching = Watching.TestCase

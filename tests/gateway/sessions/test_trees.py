@@ -118,13 +118,13 @@ def test_what_was_used_last_stays() -> None:
     keys = [SessionKey(KEY.scope, f"s{i}") for i in range(12)]
     for key in keys:
         scene.ask([1] * 8, [[2]], key)
-    assert [t.key for t in scene.trees.page(KEY.scope, "", 99)[0]] == sorted(keys[2:])
+    assert [t.key for t in scene.trees.page(KEY.scope, "", 99)] == sorted(keys[2:])
     for _ in range(40):
         scene.ask([1] * 8, [[2]], keys[5])
     tree = scene.trees.get(keys[5])
     assert tree is not None
     assert len(tree.nodes) == 19
-    assert len(scene.trees.page(KEY.scope, "", 99)[0]) == 1
+    assert len(scene.trees.page(KEY.scope, "", 99)) == 1
 
 
 def test_a_session_remembers_so_many_capsules() -> None:
@@ -144,7 +144,7 @@ def test_a_session_without_use_is_forgotten_unless_it_runs() -> None:
     scene.trees.begin(RequestId("long"), KEY)
     scene.ask([1] * 8, [[2]], SessionKey(KEY.scope, "other"))
     scene.now += 60
-    assert [tree.key for tree in scene.trees.page(KEY.scope, "", 9)[0]] == [KEY]
+    assert [tree.key for tree in scene.trees.page(KEY.scope, "", 9)] == [KEY]
     scene.trees.ended(RequestId("long"))
     assert scene.trees.get(KEY) is None
     scene.trees.check()
