@@ -8,6 +8,7 @@
 # nightly: the parts that are too slow for each change, those of PARTS or all of them; the table is in bench/results/nightly.json.
 # affected: the landing tests that a change can reach, which is what differs from BASE=HEAD.
 # rounds: FILES (those with coroutines or threads unless given) TIMES=20 times on a busy machine, by shards SHARD=1/1.
+# generate: client/sync.py, made of client/aio.py, and docs/api/fields.md, of the declarations of bodies.
 # docs: the site, in build/docs; broken links and anchors end it.
 # promises: each row of docs/promises.md with its state and the tests that show it.
 # image-check: the image's steps, in a clean virtual environment; image: docker build.
@@ -30,7 +31,7 @@ export RAY_USAGE_STATS_ENABLED := 0
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test check landing smoke lint format types kernels prometheus flashinfer browser bench docs setup clean
-.PHONY: affected rounds nightly promises clients fuzz schemathesis image image-check image-packages constraints licences sbom
+.PHONY: affected generate rounds nightly promises clients fuzz schemathesis image image-check image-packages constraints licences sbom
 
 setup: $(VENV)/.ready
 
@@ -167,6 +168,10 @@ docs: setup
 
 promises: setup
 	@PYTHONPATH=tests $(BIN)/python -m support.promises
+
+generate: setup
+	PYTHONPATH=tests $(BIN)/python -m support.blocking
+	PYTHONPATH=tests $(BIN)/python -m support.fields
 
 DOCKER ?= docker
 VARIANT ?= cpu

@@ -60,7 +60,6 @@ if TYPE_CHECKING:
     from mallee.gateway.requests.spans import RequestSpans
     from mallee.router.dispatch.queue import AdmissionConfig
     from mallee.router.router import Router
-    from mallee.runtime.tasks import Tasks
     from mallee.runtime.telemetry.listener import MetricsListener
     from mallee.worker.engine import Engine, MakeTiers
     from mallee.worker.kv.journal import Journal
@@ -342,9 +341,7 @@ async def build_gateway(
         spans=None if tracing is None else build_spans(tracing, config),
     )
     prompts = ThreadPoolExecutor(PROMPT_THREADS, thread_name_prefix=f"prompts of {name}")
-    api = await asyncio.to_thread(
-        build_api, config, gateway, access, scopes, metrics, prompts, gateway.tasks
-    )
+    api = await asyncio.to_thread(build_api, config, gateway, access, scopes, prompts)
     if tracing is not None:
         from mallee.runtime.telemetry.tracing.http import HttpSpans  # OpenTelemetry
 
@@ -456,9 +453,7 @@ def build_api(
     gateway: "Gateway",
     access: "Access",
     scopes: Scopes,
-    metrics: "GatewayMetrics",
     pool: Executor,
-    tasks: "Tasks",
 ) -> "Starlette":
     """The HTTP API in front of `gateway`, with the model's tokenizer and chat template."""
     from mallee.api import api
@@ -476,23 +471,10 @@ def build_api(
     )
     return api.build_api(
         gateway,
-        tokenizer,
-        template,
-        access=access,
-        scopes=scopes,
-        model_name=served_name(config),
-        limits=config.http,
-        chats=chats,
-        responses=config.responses,
-        created=int(time.time()),
-        clock=time.time,
-        new_id=lambda: uuid.uuid4().hex,
-        draw_seed=lambda: secrets.randbits(64),
-        count_answer=metrics.answered,
-        count_callback=metrics.called_back,
-        count_search=metrics.searched,
-        pool=pool,
-        tasks=tasks,
+        api.ServedModel(served_name(config), tokenizer, template, created=int(time.time())),
+        api.Entry(access, scopes, pool),
+        api.ApiSettings(config.http, chats, config.responses),
+        api.Draws(lambda: uuid.uuid4().hex, lambda: secrets.randbits(64)),
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from functools import cache
 from operator import attrgetter
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -21,18 +21,16 @@ from mallee.api.answers import (
 from mallee.api.branches.budgets import Budgets
 from mallee.api.branches.handlers import BranchHandlers
 from mallee.api.branches.records import RecordHandlers
-from mallee.api.callbacks.callbacks import Callbacks, CountCallback, ignore
+from mallee.api.callbacks.callbacks import Callbacks
 from mallee.api.capsules.handlers import CapsuleHandlers
 from mallee.api.chat.reading import ChatReader
 from mallee.api.entry.asking import SALT_HEADER, Asking
 from mallee.api.entry.idempotency import IdempotencyMiddleware
 from mallee.api.entry.middleware import (
     AuthMiddleware,
-    CountAnswer,
     caller_of,
 )
 from mallee.api.errors import RETRY_AFTER_S
-from mallee.api.graphs.handlers import GraphHandlers
 from mallee.api.jobs import JobMaker
 from mallee.api.messages.errors import AnthropicErrors
 from mallee.api.messages.handlers import MessagesHandlers
@@ -49,7 +47,7 @@ from mallee.api.responses.room import Responses
 from mallee.api.responses.turns import TurnMaker
 from mallee.api.search.handlers import SearchHandlers
 from mallee.api.search.policies import installed_policies
-from mallee.api.serve import CountSearch, Server, json_response
+from mallee.api.serve import Server, json_response
 from mallee.api.sessions.handlers import SessionHandlers
 from mallee.api.sse import Client
 from mallee.api.text.chat import ChatTemplate
@@ -73,7 +71,6 @@ from mallee.protocol.api.shared import AnyRequest
 from mallee.protocol.errors import NotFound, NoWorker
 from mallee.protocol.ids import Scope
 from mallee.runtime.config import ChatSettings, HttpSettings, ResponsesSettings
-from mallee.runtime.tasks import Tasks
 
 PAGE_HEADERS: Final = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
 DEFAULT_CHATS: Final = ChatSettings()
@@ -95,7 +92,6 @@ class Api:
         responses: Responses,
         messages: MessagesHandlers,
         branches: BranchHandlers,
-        graphs: GraphHandlers,
         *,
         created: int,
         draw_seed: Callable[[], int],
@@ -103,7 +99,6 @@ class Api:
         self.messages = messages
         self.sessions = SessionHandlers(server, asking, draw_seed=draw_seed)
         self.branches = branches
-        self.graphs = graphs
         self.capsules = CapsuleHandlers(server, maker, asking)
         self.records = RecordHandlers(server, asking)
         self.searches = SearchHandlers(
@@ -211,79 +206,80 @@ def _page_bytes() -> bytes:
     return page(document()).encode()
 
 
-def build_api(
-    gateway: Gateway,
-    tokenizer: Tokenizer,
-    chat: ChatTemplate,
-    *,
-    access: Access,
-    scopes: Scopes,
-    model_name: str,
-    limits: HttpSettings,
-    chats: ChatSettings = DEFAULT_CHATS,
-    responses: ResponsesSettings = DEFAULT_RESPONSES,
-    created: int,
-    clock: Callable[[], float],
-    new_id: Callable[[], str],
-    draw_seed: Callable[[], int],
-    count_answer: CountAnswer = lambda endpoint, status: None,
-    count_callback: CountCallback = ignore,
-    count_search: CountSearch = lambda reason, seconds: None,
-    pool: Executor | None = None,
-    tasks: Tasks | None = None,
-) -> Starlette:
-    """The ASGI app over `gateway`.
+class ServedModel(NamedTuple):
+    """The model as clients know it; `created` is in seconds since the epoch."""
 
-    `created` and `clock` are seconds since the epoch; `new_id` names failures in the log;
-    `draw_seed` gives integers in [0, 2**64), from any thread.
-    `count_answer(endpoint, status)` is called when an answer begins, `count_callback(outcome, seconds)` when
-    a call of a URL that a request named is over, `count_search(reason, seconds)` when a search has its
-    result. `pool` reads large requests, by
-    default the loop's own. `tasks` are the gateway's, which closes them.
-    """
-    reader = PromptReader(
-        tokenizer,
-        chat,
-        gateway.context.model.vocab_size,
-        max_model_len=gateway.context.model.max_model_len,
+    name: str
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    created: int
+
+
+class Entry(NamedTuple):
+    """Callers and their scopes. `pool` reads large requests, by default the loop's own."""
+
+    access: Access
+    scopes: Scopes
+    pool: Executor | None = None
+
+
+class ApiSettings(NamedTuple):
+    http: HttpSettings = HttpSettings()
+    chat: ChatSettings = DEFAULT_CHATS
+    responses: ResponsesSettings = DEFAULT_RESPONSES
+
+
+class Draws(NamedTuple):
+    """`new_id` names failures in the log; `seed` gives integers in [0, 2**64), from any thread."""
+
+    new_id: Callable[[], str]
+    seed: Callable[[], int]
+
+
+def build_api(
+    gateway: Gateway, model: ServedModel, entry: Entry, settings: ApiSettings, draws: Draws
+) -> Starlette:
+    """The ASGI app over `gateway`, which has its clock, counts its answers and closes its tasks."""
+    context, limits, tokenizer = gateway.context, settings.http, model.tokenizer
+    window = context.model.max_model_len
+    reader = PromptReader(tokenizer, model.template, context.model.vocab_size, max_model_len=window)
+    chat_reader = ChatReader(
+        reader,
+        model.template,
+        tokenizer.added_tokens,
+        settings.chat,
+        leaves_states=context.model.has_states,
     )
-    has_states = gateway.context.model.has_states
-    chat_reader = ChatReader(reader, chat, tokenizer.added_tokens, chats, leaves_states=has_states)
     maker = JobMaker(
-        gateway.context.model,
+        context.model,
         reader,
         chat_reader,
-        model_name=model_name,
+        model_name=model.name,
         limits=limits,
-        draw_seed=draw_seed,
+        draw_seed=draws.seed,
     )
-    tasks = tasks or Tasks("the HTTP API")
-    callbacks = Callbacks(timeout_s=limits.callback_timeout_s, tasks=tasks, count=count_callback)
-    budgets = Budgets(clock, gateway.records, lambda: f"{draw_seed():016x}")
     server = Server(
         gateway=gateway,
         tokenizer=tokenizer,
-        model_name=model_name,
-        clock=clock,
-        new_id=new_id,
-        budgets=budgets,
-        tasks=tasks,
-        callbacks=callbacks,
-        count_search=count_search,
+        model_name=model.name,
+        clock=context.wall_clock,
+        new_id=draws.new_id,
+        budgets=Budgets(context.wall_clock, gateway.records, lambda: f"{draws.seed():016x}"),
+        callbacks=Callbacks(
+            timeout_s=limits.callback_timeout_s,
+            tasks=gateway.tasks,
+            count=context.metrics.called_back,
+        ),
     )
-    tokenizing = Tokenizing(reader, chat_reader, tokenizer, gateway.context.model.max_model_len)
-    asking = Asking(
-        scopes,
-        limits,
-        max_model_len=gateway.context.model.max_model_len,
-        pool=pool,
-    )
+    asking = Asking(entry.scopes, limits, max_model_len=window, pool=entry.pool)
     turns = TurnMaker(reader, chat_reader, maker)
-    stored = Responses(asking, server, turns, responses, tasks)
+    stored = Responses(asking, server, turns, settings.responses, gateway.tasks)
     messages = MessagesHandlers(server, maker, asking, reader, chat_reader)
-    graphs = GraphHandlers(server, maker, reader, asking, settings=limits)
-    rooms = (stored, messages, BranchHandlers(gateway, maker, reader, asking), graphs)
-    api = Api(server, maker, asking, tokenizing, *rooms, created=created, draw_seed=draw_seed)
+    rooms = (stored, messages, BranchHandlers(gateway, maker, reader, asking))
+    tokenizing = Tokenizing(reader, chat_reader, tokenizer, window)
+    api = Api(
+        server, maker, asking, tokenizing, *rooms, created=model.created, draw_seed=draws.seed
+    )
     app = App(_routes(api))
     app.add_middleware(
         IdempotencyMiddleware,
@@ -292,8 +288,13 @@ def build_api(
         max_body_bytes=limits.max_body_bytes,
         salt_header=SALT_HEADER,
     )
-    app.add_middleware(AuthMiddleware, access=access, new_id=new_id, count_answer=count_answer)
-    app.add_middleware(AnthropicErrors, new_id=new_id)
+    app.add_middleware(
+        AuthMiddleware,
+        access=entry.access,
+        new_id=draws.new_id,
+        count_answer=context.metrics.answered,
+    )
+    app.add_middleware(AnthropicErrors, new_id=draws.new_id)
     return app
 
 

@@ -5,7 +5,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias
+from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
 from starlette.requests import Request
@@ -17,7 +17,6 @@ from mallee.api.answers import (
     capsule_body,
     usage_body,
 )
-from mallee.api.branches.accounts import Budget
 from mallee.api.branches.budgets import Bound, Budgets
 from mallee.api.branches.watch import Watch
 from mallee.api.callbacks.callbacks import Callbacks
@@ -40,13 +39,9 @@ from mallee.protocol.errors import InternalError, LookupIncomplete, MalleeError,
 from mallee.protocol.ids import CapsuleId, RequestId, Scope, account_of, capsule_id
 from mallee.router.dispatch.jobs import PrefillJob, QueueTerms
 from mallee.router.dispatch.promises import not_kept
-from mallee.runtime.tasks import Tasks
 
 TURN_TOKENS: Final = 2048  # of a backlog, written without a turn of the loop: a few milliseconds
 LOGPROBS_COST: Final = 16  # of a token's log-probabilities, as tokens
-
-CountSearch: TypeAlias = Callable[[str, float], None]
-"""Counts a search that has its result: the reason of its end, and seconds since its request."""
 
 _log = logging.getLogger(__name__)
 
@@ -108,9 +103,7 @@ class Server:
     clock: Callable[[], float]
     new_id: Callable[[], str]
     budgets: Budgets
-    tasks: Tasks  # prefills that no client waits for
     callbacks: Callbacks
-    count_search: CountSearch
 
     async def answer(self, request: Request, plan: Plan, answer_format: AnswerFormat) -> Response:
         """The whole answer, or a stream whose first delta is there: failures before it are raised.
@@ -195,7 +188,7 @@ class Server:
             stream = await self.gateway.requests.begin(promised, age_s(request), name=name)
             # Nothing is awaited before the task has it all.
             work = self._keep_promise(stream, capsule, keep, stay.pop_all())
-            self.tasks.spawn(work, name="prefill")
+            self.gateway.tasks.spawn(work, name="prefill")
         info = await self.gateway.capsules.show(capsule, job.scope)
         body = capsule_body(
             info, self.model_name, names_workers=caller.is_operator, ttl_s=job.ttl_s or None
@@ -280,15 +273,11 @@ class Server:
     def bound(self, plan: Plan, after: CapsuleId | None = None) -> Bound | None:
         """The account that bounds a plan: its own, its capsule's (or that of `after`), its session's."""
         job = plan.jobs[0]  # of all
-        return self.bound_of(plan.budget, job.scope, job.terms, job.capsule or after or "")
-
-    def bound_of(
-        self, budget: Budget | None, scope: Scope, terms: QueueTerms, capsule: str = ""
-    ) -> Bound | None:
-        """The account for `budget`, below those of a capsule and of the session."""
-        if budget is None and not capsule and not terms.session:
+        capsule = job.capsule or after or ""
+        if plan.budget is None and not capsule and not job.terms.session:
             return None
-        return self.budgets.bound(budget, scope, capsule, self._session_budget(scope, terms))
+        session = self._session_budget(job.scope, job.terms)
+        return self.budgets.bound(plan.budget, job.scope, capsule, session)
 
     def named(self, scope: Scope, bound: Bound | None) -> Named:
         """A name for a request to come, from which its account can be told."""
@@ -399,16 +388,13 @@ async def prefill(
     job: PrefillJob,
     prepare_s: float,
     name: RequestId,
-    *,
-    placed: Callable[[RequestId], None] = lambda request: None,
 ) -> Delta:
-    """The last delta of `job`, which names the capsule. `placed` is called once a worker has it.
+    """The last delta of `job`, which names the capsule.
 
     Raises MalleeError. Cancelled, it leaves nothing running and no capsule.
     """
     stream = await gateway.requests.start(job, prepare_s, name=name)
     try:
-        placed(stream.request)
         return await _prefilled(stream)
     except asyncio.CancelledError:
         # The capsule may be made already, its delta unread: no client would know it.

@@ -163,7 +163,7 @@ def percentile(ordered: Sequence[float], q: int) -> float:
 async def bench(url: str, scale: Scale) -> dict[str, Any]:
     """scene -> figures."""
     run = str(time.time_ns())  # salts that no earlier run had
-    async with AsyncMallee(url, timeout_s=TIMEOUT_S) as client:
+    async with AsyncMallee(url, timeout=TIMEOUT_S) as client:
         await client.complete("Are you warm?", max_tokens=8, n=8)
         print("pair", file=sys.stderr)
         two = await pair(client, scale, run)

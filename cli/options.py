@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeAlias, get_args
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -68,36 +69,6 @@ RequestsOption: TypeAlias = Annotated[
 ]
 SpeedupOption: TypeAlias = Annotated[
     float, typer.Option("--speedup", help="Divides the times between arrivals.")
-]
-ConcurrencyOption: TypeAlias = Annotated[
-    int | None,
-    typer.Option(
-        "--concurrency", help="Keep so many requests under way; arrival times don't count."
-    ),
-]
-OpenLoopOption: TypeAlias = Annotated[
-    bool,
-    typer.Option("--open-loop", help="Requests arrive by the clock, and wait for no others."),
-]
-FaultsOption: TypeAlias = Annotated[
-    Path | None, typer.Option("--faults", help="JSON list of faults, each with its time.")
-]
-GatewaysOption: TypeAlias = Annotated[int, typer.Option("--gateways", help="Router replicas.")]
-MaxRowsOption: TypeAlias = Annotated[
-    int, typer.Option("--max-rows", help="Branches that a worker runs at once.")
-]
-EnginesPerDeviceOption: TypeAlias = Annotated[
-    int,
-    typer.Option("--engines-per-device", help="So many engines share each device by turns."),
-]
-SliceOption: TypeAlias = Annotated[
-    float, typer.Option("--slice-ms", help="Slice of a shared device while other engines wait.")
-]
-SloTtftOption: TypeAlias = Annotated[
-    float, typer.Option("--slo-ttft-ms", help="Longest time to first token that is in time.")
-]
-SloItlOption: TypeAlias = Annotated[
-    float, typer.Option("--slo-itl-ms", help="Longest mean gap between tokens that is in time.")
 ]
 SessionsOption: TypeAlias = Annotated[
     float,
@@ -223,7 +194,7 @@ def print_error(text: str) -> None:
 
 def print_json(body: object) -> None:
     """One object in a line of stdout, which is the last that a command with --json prints."""
-    sys.stdout.write(json.dumps(body, allow_nan=False) + "\n")
+    sys.stdout.write(json.dumps(msgspec.to_builtins(body), allow_nan=False) + "\n")
 
 
 def fail(message: str) -> NoReturn:

@@ -1,7 +1,5 @@
 """`mallee replay-session` and `mallee export-episode`: recorded sessions, asked again or as arrays."""
 
-import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
@@ -88,7 +86,7 @@ def replay_session(
         outcomes.extend(Replay(session, make_engine).run())
     show(console, session, outcomes)
     if as_json:
-        sys.stdout.write(json.dumps(summary(session, outcomes)) + "\n")
+        print_json(summary(session, outcomes))
     if any(each.verdict != "equal" for each in outcomes):
         raise typer.Exit(1)
 

@@ -1,4 +1,4 @@
-"""`mallee tree`: a tree of text from one prompt, grown by one engine here; `--live`: sessions of a service.
+"""`mallee tree`: a tree of text from one prompt, grown by one engine here.
 
 The prompt is computed once. Each level forks every text of the level above, so that no prefix is
 computed twice.
@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -16,10 +16,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from mallee.cli.options import JsonOption, ModelOption, print_json, require_serve_extra
-from mallee.cli.remote import remote_sessions
-from mallee.cli.remote.service import DEFAULT_URL, SaltOption, UrlOption
-from mallee.cli.remote.watching import IntervalOption
-from mallee.protocol.errors import ConfigError, InvalidParameter, from_wire
+from mallee.protocol.errors import InvalidParameter, from_wire
 
 if TYPE_CHECKING:
     from mallee.api.text.tokenizer import Tokenizer
@@ -28,8 +25,6 @@ if TYPE_CHECKING:
     from mallee.worker.forward import Forward
 
 MAX_TEXTS = 4096
-_OF_LIVE: Final = ("url", "interval_s", "limit", "cache_salt")
-_OF_GROWTH: Final = ("model", "width", "depth", "tokens", "seed", "dtype")
 
 
 def add_to(cli: typer.Typer) -> None:
@@ -37,51 +32,19 @@ def add_to(cli: typer.Typer) -> None:
 
 
 def tree(
-    ctx: typer.Context,
-    prompt: Annotated[
-        str | None,
-        typer.Argument(
-            help="The text that everything continues; with --live a session, by default all."
-        ),
-    ] = None,
+    prompt: Annotated[str, typer.Argument(help="The text that everything continues.")],
     model: ModelOption = "smollm2",
     width: Annotated[int, typer.Option(min=1, help="Continuations of each text.")] = 3,
     depth: Annotated[int, typer.Option(min=1, help="Levels of continuations.")] = 2,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of each continuation.")] = 12,
     seed: Annotated[int, typer.Option(min=0, help="Same seed, same tree.")] = 0,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = "auto",
-    live: Annotated[
-        bool,
-        typer.Option(
-            "--live", help="Draw the sessions of a running service instead, until Ctrl-C."
-        ),
-    ] = False,
-    url: UrlOption = DEFAULT_URL,
-    interval_s: IntervalOption = 1.0,
-    limit: remote_sessions.LimitOption = 100,
-    cache_salt: SaltOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Grow a tree of text from one prompt in this process, and draw it.
 
-    With --live draw trees that others grow: as `mallee sessions show --live`, with --url and its options.
-
     Example: mallee tree "Once upon a time" --width 3 --depth 2
     """
-    _check_options(ctx, is_live=live)
-    if live:
-        remote_sessions.show(
-            prompt,
-            url,
-            limit,
-            live=True,
-            interval_s=interval_s,
-            cache_salt=cache_salt,
-            as_json=as_json,
-        )
-        return
-    if prompt is None:
-        raise ConfigError("tree: give PROMPT, or --live for the sessions of a running service")
     require_serve_extra()
     from mallee.api.text.tokenizer import Tokenizer
     from mallee.worker.model.loading.source import resolve_model
@@ -112,19 +75,6 @@ def tree(
         f"{stats.num_output_tokens} tokens drawn, {stats.num_prefill_tokens} computed for prompts,"
         f" {stats.num_cached_tokens} shared, in {seconds:.1f} s\n"
     )
-
-
-def _check_options(ctx: typer.Context, *, is_live: bool) -> None:
-    """Raises ConfigError for options of the other kind of tree; not for MALLEE_URL in the environment."""
-    for param in ctx.command.params:
-        name = str(param.name)
-        if name not in (_OF_GROWTH if is_live else _OF_LIVE):
-            continue
-        source = ctx.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            why = "is of a tree that grows here" if is_live else "is of --live"
-            remedy = "leave it out with --live" if is_live else "give --live, or leave it out"
-            raise ConfigError(f"{param.opts[0]}: {why}; {remedy}")
 
 
 @dataclass(slots=True)

@@ -14,18 +14,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from mallee.client.aio import AsyncBranch, AsyncBranches, AsyncCapsule, AsyncMallee, AsyncSession
-from mallee.client.calls import Budget
-from mallee.client.errors import ApiError, ConnectionFailed, NoCapsule, StreamBroken
-from mallee.client.results import BranchEvent, CapsuleCount, CapsuleData, ToolCall, Usage
-from mallee.client.sessions import (
-    BoundSession,
-    ClosedSession,
-    SessionBudget,
-    SessionData,
-    SessionNode,
-    SessionTree,
+from mallee.client.calls import Budget, StopWhen
+from mallee.client.errors import (
+    ApiError,
+    ConnectionFailed,
+    JournalFailed,
+    NoCapsule,
+    StreamBroken,
 )
+from mallee.client.results import BranchEvent, ToolCall, Usage
+from mallee.client.sessions import SessionTree
 from mallee.client.sync import Branch, Branches, Capsule, Mallee, Session
+from mallee.protocol.api.capsules import CapsuleCount, RequestLife
+from mallee.protocol.api.capsules import NewCapsule as CapsuleData
+from mallee.protocol.api.operator import Decisions, Worker
+from mallee.protocol.api.sessions import BoundSession, SessionBudget, SessionClosed, SessionNode
+from mallee.protocol.api.sessions import Session as SessionData
 from mallee.protocol.errors import (
     BadRequest,
     BudgetSpent,
@@ -44,7 +48,6 @@ from mallee.protocol.errors import (
     KVMemoryExceeded,
     LookupIncomplete,
     MalleeError,
-    NotAwaited,
     NotFound,
     NoWorker,
     Overloaded,
@@ -60,16 +63,23 @@ from mallee.protocol.errors import (
     Unavailable,
     UnknownBranch,
     UnknownCapsule,
-    UnknownGraph,
     UnknownModel,
     WorkerLost,
 )
 
-if TYPE_CHECKING:  # graphs cost 30 ms to import: loaded by those that use them
-    from mallee.client.graphs.aio import AsyncGraphRun
-    from mallee.client.graphs.builder import Graph, Handle
+if TYPE_CHECKING:  # graphs cost 30 ms to import, policies as much: loaded by those that use them
+    from mallee.client.graphs.blocking import GraphRun
+    from mallee.client.graphs.builder import Graph
     from mallee.client.graphs.results import GraphEvent, GraphNode, GraphResult
-    from mallee.client.graphs.running import GraphRun
+    from mallee.client.graphs.running import AsyncGraphRun
+    from mallee.graphs.nodes import Handle
+    from mallee.search.policies.depth_first import DepthFirst
+    from mallee.search.policies.levels import Beam, BreadthFirst, DiverseTrees
+    from mallee.search.policies.mcts import Mcts
+    from mallee.search.policies.sampling import BestOfN, SelfConsistency
+    from mallee.search.policy import SearchBudget
+    from mallee.search.results import SearchResult
+    from mallee.search.scores import Verifier
 
 __all__ = [
     "ApiError",
@@ -80,10 +90,13 @@ __all__ = [
     "AsyncMallee",
     "AsyncSession",
     "BadRequest",
+    "Beam",
+    "BestOfN",
     "BoundSession",
     "Branch",
     "BranchEvent",
     "Branches",
+    "BreadthFirst",
     "Budget",
     "BudgetSpent",
     "Capsule",
@@ -92,11 +105,13 @@ __all__ = [
     "CapsuleLost",
     "CapsuleStale",
     "CapsulesFull",
-    "ClosedSession",
     "ConnectionFailed",
     "ContextLengthExceeded",
     "CorruptExport",
     "DeadlineExceeded",
+    "Decisions",
+    "DepthFirst",
+    "DiverseTrees",
     "Forbidden",
     "GrammarFailed",
     "Graph",
@@ -109,24 +124,31 @@ __all__ = [
     "IncompatibleCapsule",
     "InvalidGraph",
     "InvalidParameter",
+    "JournalFailed",
     "KVMemoryExceeded",
     "LookupIncomplete",
     "Mallee",
     "MalleeError",
+    "Mcts",
     "NoCapsule",
     "NoWorker",
-    "NotAwaited",
     "NotFound",
     "Overloaded",
     "QueueFull",
     "QuotaExceeded",
     "QuotaTooSmall",
+    "RequestLife",
+    "SearchBudget",
+    "SearchResult",
+    "SelfConsistency",
     "Session",
     "SessionBudget",
+    "SessionClosed",
     "SessionData",
     "SessionNode",
     "SessionTree",
     "SlowReader",
+    "StopWhen",
     "StreamBroken",
     "TenantQueueFull",
     "TierFull",
@@ -137,25 +159,36 @@ __all__ = [
     "Unavailable",
     "UnknownBranch",
     "UnknownCapsule",
-    "UnknownGraph",
     "UnknownModel",
     "Usage",
+    "Verifier",
+    "Worker",
     "WorkerLost",
 ]
 
 _LATE = {
-    "AsyncGraphRun": "aio",
-    "Graph": "builder",
-    "GraphEvent": "results",
-    "GraphNode": "results",
-    "GraphResult": "results",
-    "GraphRun": "running",
-    "Handle": "builder",
+    "AsyncGraphRun": "client.graphs.running",
+    "Beam": "search.policies.levels",
+    "BestOfN": "search.policies.sampling",
+    "BreadthFirst": "search.policies.levels",
+    "DepthFirst": "search.policies.depth_first",
+    "DiverseTrees": "search.policies.levels",
+    "Graph": "client.graphs.builder",
+    "GraphEvent": "client.graphs.results",
+    "GraphNode": "client.graphs.results",
+    "GraphResult": "client.graphs.results",
+    "GraphRun": "client.graphs.blocking",
+    "Handle": "graphs.nodes",
+    "Mcts": "search.policies.mcts",
+    "SearchBudget": "search.policy",
+    "SearchResult": "search.results",
+    "SelfConsistency": "search.policies.sampling",
+    "Verifier": "search.scores",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """A name of graphs, when it is asked for."""
+    """A name of graphs or searches, when it is asked for."""
     if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"mallee.client.graphs.{_LATE[name]}"), name)
+    return getattr(import_module(f"mallee.{_LATE[name]}"), name)

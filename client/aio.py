@@ -1,12 +1,30 @@
-"""The asynchronous client: `sync`, with await. Both are shells around `base`."""
+"""The asynchronous client: sends, waits and closes. `sync` is made of this file, by `make generate`.
 
-from abc import abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Mapping, Sequence
+A class without a twin in `sync` lives in a module of its own, beside its synchronous counterpart: names lose
+their `Async`, and the rest of an import stays.
+"""
+
+import copy
+import time
+from abc import ABC, abstractmethod
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Generator,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, BinaryIO, Self, Unpack
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Self, Unpack, overload
 
-from mallee.client import calls
+import msgspec
+
+from mallee.client import calls, files, sessions
 from mallee.client.base import (
     CUT_WAIT_S,
     DEFAULT_MAX_RETRIES,
@@ -15,94 +33,135 @@ from mallee.client.base import (
     DELETE_TIMEOUT_S,
     NO_HEADERS,
     READY_S,
-    BaseBranch,
-    BaseBranches,
-    BaseCapsule,
-    BaseMallee,
-    BaseSession,
     failing_as,
-    raise_refusal_async,
+    openai_options,
     ready_waits,
     retry_after_s,
     was_cut,
 )
-from mallee.client.calls import (
-    Budget,
-    Call,
-    Generation,
-    Importing,
-    InjectMode,
-    Message,
-    Prompt,
-    Stepping,
-    Suffix,
-    Terms,
-    Wanted,
-)
+from mallee.client.calls import Call
 from mallee.client.critic import AsyncCritic, AsyncScore
-from mallee.client.errors import ConnectionFailed, StreamBroken
-from mallee.client.files import (
-    PIECE_NBYTES,
-    Counted,
-    File,
-    Progress,
-    file_headers,
-    file_nbytes,
-    length,
-    opened,
-    written,
-)
+from mallee.client.errors import ConnectionFailed, StreamBroken, from_body
+from mallee.client.html import tree_html
 from mallee.client.results import (
     BranchEvent,
-    CapsuleCount,
-    CapsuleData,
+    BranchState,
+    StreamReader,
+    Usage,
     read_answer,
-    read_capsule,
-    read_count,
+    read_as,
     read_health,
 )
-from mallee.client.sessions import (
-    BoundSession,
-    ClosedSession,
-    SessionData,
-    SessionFork,
-    SessionTree,
-    bound_session,
-    close_session,
-    fork_session,
-    list_sessions,
-    made_up,
-    read_session,
-    show_session,
-)
-from mallee.protocol.errors import MalleeError, NotFound, UnknownCapsule
+from mallee.client.sse import SseParser
+from mallee.protocol.api.capsules import CapsuleCount, RequestLife
+from mallee.protocol.api.capsules import NewCapsule as CapsuleData
+from mallee.protocol.api.operator import Decisions, Worker, WorkerList
+from mallee.protocol.api.sessions import BoundSession, SessionClosed, SessionFork
+from mallee.protocol.api.sessions import Session as SessionData
+from mallee.protocol.errors import InvalidParameter, MalleeError, NotFound, UnknownCapsule
 
-if TYPE_CHECKING:  # see sync
+if TYPE_CHECKING:  # httpx costs 100 ms to import: loaded by the first client, not by the import
+    from os import PathLike
+
     import httpx
-    import openai
 
-    from mallee.client.graphs.aio import AsyncGraphRun
-    from mallee.client.graphs.builder import Graph, Handle
+    from mallee.client.base import OpenAIClient
+    from mallee.client.graphs.builder import Graph
+    from mallee.client.graphs.running import AsyncGraphRun
     from mallee.client.searches.local import AsyncValue, LogprobScore
     from mallee.client.searches.remote import ServiceUrl, Where
+    from mallee.graphs.nodes import Handle
     from mallee.search.policy import Policy, SearchBudget
     from mallee.search.results import SearchResult
     from mallee.search.scores import Verifier
 
 
-class AsyncAsking(BaseMallee["AsyncBranches", "PendingCapsule"]):
+class AsyncAsking(ABC):
     """Requests for answers and capsules, of a client or of one of its sessions."""
+
+    base_url: str
+    model: str | None
+    max_retries: int
+
+    @overload
+    async def complete(
+        self,
+        prompt: calls.Prompt | None = None,
+        *,
+        messages: Sequence[calls.Message] | None = None,
+        n: None = None,
+        **params: Unpack[calls.Generation],
+    ) -> "AsyncBranch": ...
+
+    @overload
+    async def complete(
+        self,
+        prompt: calls.Prompt | None = None,
+        *,
+        messages: Sequence[calls.Message] | None = None,
+        n: int,
+        **params: Unpack[calls.Generation],
+    ) -> "list[AsyncBranch]": ...
 
     async def complete(
         self,
-        prompt: Prompt | None = None,
+        prompt: calls.Prompt | None = None,
         *,
-        messages: Sequence[Message] | None = None,
-        **params: Unpack[Generation],
-    ) -> "list[AsyncBranch]":
-        """The finished answers to one prompt or conversation: one branch, or `n`; see `Mallee.complete`."""
-        call = calls.generate(prompt, messages, self._with_model(params))
-        return await self._open(call.keyed()).wait()
+        messages: Sequence[calls.Message] | None = None,
+        n: int | None = None,
+        **params: Unpack[calls.Generation],
+    ) -> "AsyncBranch | list[AsyncBranch]":
+        """The finished answer to one prompt or conversation; with `n` a list of so many to each prompt.
+
+        If the connection is cut, the rest of the same answer is fetched: nothing is computed twice.
+        """
+        call = calls.generate(prompt, messages, self._params({"n": n, **params}))
+        if n is None and calls.is_several(prompt):
+            raise InvalidParameter("n", n, "of several prompts give the number of answers to each")
+        branches = await self._open(call.keyed()).wait()
+        return branches[0] if n is None else branches
+
+    def stream(
+        self,
+        prompt: calls.Prompt | None = None,
+        *,
+        messages: Sequence[calls.Message] | None = None,
+        n: int | None = None,
+        **params: Unpack[calls.Generation],
+    ) -> "AsyncBranches":
+        """An answer to `prompt` or `messages`; n > 1 branches stream together."""
+        return self._open(calls.generate(prompt, messages, self._params({"n": n, **params})))
+
+    def prefill(
+        self,
+        prompt: calls.Prompt | None = None,
+        *,
+        messages: Sequence[calls.Message] | None = None,
+        add_generation_prompt: bool = False,
+        ttl_s: float | None = None,
+        cache_salt: str | None = None,
+        wait: bool = True,
+        **terms: Unpack[calls.Prefilling],
+    ) -> "PendingCapsule":
+        """Compute a prompt once and keep its state as a capsule, until deleted or `ttl_s` idle.
+
+        Without `ttl_s` the server's default holds; 0 keeps it until it is deleted, where the server allows
+        that. A conversation is left open for suffixes with messages;
+        `add_generation_prompt` ends it where the assistant's answer begins, for forks without any.
+
+        Without `wait` it returns at once, and can be forked: branches begin as soon as the tokens that they
+        continue are there. `AsyncCapsule.wait` returns when all are, and raises what the prefill failed by.
+        """
+        is_open = messages is not None and not add_generation_prompt
+        params = self._params({"ttl_s": ttl_s, "cache_salt": cache_salt, **terms})
+        if not wait:
+            params["wait"] = False
+        call = calls.prefill(prompt, messages, params, is_open=is_open)
+        return self._capsule(call, is_open=is_open)
+
+    def capsule(self, capsule: str, *, cache_salt: str | None = None) -> "PendingCapsule":
+        """A capsule by id, and the salt that it was made with. Raises UnknownCapsule."""
+        return self._capsule(calls.get_capsule(capsule, cache_salt), is_open=False)
 
     def run(
         self,
@@ -110,39 +169,45 @@ class AsyncAsking(BaseMallee["AsyncBranches", "PendingCapsule"]):
         *,
         outputs: "Sequence[Handle]" = (),
         max_running: int | None = None,
+        journal: "str | PathLike[str] | None" = None,
         cache_salt: str | None = None,
-        **terms: Unpack[Terms],
+        **terms: Unpack[calls.Terms],
     ) -> "AsyncGraphRun":
-        """Run a graph; see `Asking.run`."""
-        from mallee.client.graphs.aio import AsyncGraphRun
-        from mallee.client.graphs.builder import run_graph
+        """Run a graph. `outputs`: by default the nodes that no other takes from.
 
-        params = self._with_model({"cache_salt": cache_salt, **terms})
-        call = run_graph(graph, outputs, max_running, params)
-        request = partial(self._request, stream=True)
+        `journal`: a file that gets what is done, from which the same graph goes on; one run at a time has it.
+        A `budget` bounds all of its nodes together. Raises InvalidGraph for one that can't run.
+        """
+        from mallee.client.graphs.running import AsyncGraphRun
+
         return AsyncGraphRun(
-            *(call, graph.tools),
-            base_url=self.base_url,
-            request=request,
-            send=self._send,
-            max_retries=self.max_retries,
+            self,
+            graph,
+            outputs,
+            max_running=max_running,
+            journal=journal,
+            params=self._params({"cache_salt": cache_salt, **terms}),
         )
 
     async def search(
         self,
         policy: "Policy",
-        prompt: Prompt | None = None,
+        prompt: calls.Prompt | None = None,
         *,
-        messages: Sequence[Message] | None = None,
+        messages: Sequence[calls.Message] | None = None,
         score: "AsyncValue | Verifier | LogprobScore | ServiceUrl" = "mean_logprob",
         seed: int = 0,
         budget: "SearchBudget | None" = None,
         ends: Sequence[str] = (),
         where: "Where" = "client",
         cache_salt: str | None = None,
-        **params: Unpack[Stepping],
+        **params: Unpack[calls.Stepping],
     ) -> "SearchResult":
-        """As `Mallee.search` and `AsyncCapsule.search`."""
+        """Compute a prompt or conversation once and search for the best text that goes on from it.
+
+        See `AsyncCapsule.search`. Its capsule is deleted at the end; those of the tree's nodes stay while
+        there is room, as an answer's do.
+        """
         from mallee.client.searches.remote import at_gateway
 
         asked: dict[str, Any] = {"score": score, "seed": seed, "budget": budget, "ends": ends}
@@ -163,11 +228,19 @@ class AsyncAsking(BaseMallee["AsyncBranches", "PendingCapsule"]):
     async def _search(
         self, policy: "Policy", begin: Mapping[str, Any], *, params: Mapping[str, Any], **asked: Any
     ) -> "SearchResult":
-        """As `Asking._search`."""
-        from mallee.client.searches.remote import run_async, search_call
+        """The result of a search that the gateway runs."""
+        from mallee.client.searches.remote import read_search, search_call
 
-        call = search_call(policy, begin, params=self._with_model(params), **asked)
-        return await run_async(call, self.base_url, partial(self._request, stream=True))
+        call = search_call(policy, begin, params=calls.nested(self._params(params)), **asked)
+        response, url, parser = await self._begun(call), self.base_url + call.path, SseParser()
+        try:
+            with failing_as(StreamBroken, url):
+                async for chunk in response.aiter_raw():
+                    if (found := read_search(parser.feed(chunk), url)) is not None:
+                        return found
+        finally:
+            await response.aclose()
+        raise StreamBroken(url)
 
     @abstractmethod
     async def _request(
@@ -177,24 +250,64 @@ class AsyncAsking(BaseMallee["AsyncBranches", "PendingCapsule"]):
         stream: bool = False,
         content: AsyncIterator[bytes] | None = None,
         headers: Mapping[str, str] = NO_HEADERS,
+        limit_s: float | None = None,
         max_retries: int | None = None,
     ) -> "httpx.Response":
-        """As `Asking._request`."""
+        """The answer; a body that is read but once (`content`) is never sent again."""
 
-    async def _send(self, call: Call, *, max_retries: int | None = None) -> Any:
-        response = await self._request(call.keyed(), max_retries=max_retries)
+    async def _send(
+        self, call: Call, *, limit_s: float | None = None, max_retries: int | None = None
+    ) -> Any:
+        response = await self._request(call.keyed(), limit_s=limit_s, max_retries=max_retries)
         raw, headers = response.content, response.headers
         return read_answer(response.status_code, raw, self.base_url, headers)
+
+    async def _begun(self, call: Call) -> "httpx.Response":
+        """A stream, once the server has accepted the call. Raises the server's error, StreamBroken."""
+        response = await self._request(call, stream=True)
+        if response.status_code >= 400:
+            url = self.base_url + call.path
+            try:
+                with failing_as(StreamBroken, url):
+                    raw = await response.aread()
+            finally:
+                await response.aclose()
+            read_answer(response.status_code, raw, url, response.headers)
+        return response
+
+    def _params(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """The parameters, with those that all requests of this client have."""
+        return {"model": self.model, **params}
 
     def _open(self, call: Call) -> "AsyncBranches":
         return AsyncBranches(self, call)
 
     def _capsule(self, call: Call, *, is_open: bool) -> "PendingCapsule":
-        return PendingCapsule(self, call, is_open=is_open)
+        return PendingCapsule(self._made(call, is_open=is_open))
+
+    async def _made(self, call: Call, *, is_open: bool) -> "AsyncCapsule":
+        data = read_as(await self._send(call), CapsuleData)
+        return AsyncCapsule(self, data, is_open=is_open, cache_salt=call.cache_salt)
+
+    def _restore(self, capsule: str, params: Mapping[str, Any]) -> "AsyncBranches":
+        return self._open(calls.restore(capsule, self._params(params)))
+
+    def _fork(
+        self, capsule: str, branches: calls.Forks, params: Mapping[str, Any]
+    ) -> "AsyncBranches":
+        return self._open(calls.fork(capsule, branches, self._params(params)))
 
 
 class AsyncMallee(AsyncAsking):
-    """A client of one service, for one event loop. An async context manager; see `Mallee`."""
+    """A client of one service, and a context manager.
+
+    The asynchronous one is for one event loop, the other for any number of threads; each stream is for one.
+    `model` goes with every request that names none. `timeout` bounds every wait for bytes: a server
+    that sends nothing for so many seconds ends the call with ConnectionFailed or StreamBroken. A request that
+    is refused with 429 or 503 and a time is sent again after it, up to `max_retries` times. `http_client` has
+    proxies and certificates of yours; its owner closes it.
+    Raises InvalidParameter for a `base_url` without http:// or https://.
+    """
 
     def __init__(
         self,
@@ -202,28 +315,55 @@ class AsyncMallee(AsyncAsking):
         *,
         api_key: str | None = None,
         model: str | None = None,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
+        timeout: "float | httpx.Timeout | None" = DEFAULT_TIMEOUT_S,
         max_retries: int = DEFAULT_MAX_RETRIES,
-        transport: "httpx.AsyncBaseTransport | None" = None,
+        default_headers: Mapping[str, str] = NO_HEADERS,
+        http_client: "httpx.AsyncClient | None" = None,
     ) -> None:
         import httpx
 
-        super().__init__(base_url, api_key, model, max_retries)
-        self._http = httpx.AsyncClient(
-            base_url=self.base_url, headers=self._headers, timeout=timeout_s, transport=transport
-        )
+        self.base_url = calls.checked_url(base_url)
+        self.model = model
+        self.timeout = timeout
+        self.max_retries = calls.checked_retries(max_retries)
+        self._headers = {"Content-Type": "application/json", **default_headers}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._given = http_client
+        self._http = httpx.AsyncClient() if http_client is None else http_client
+        self._is_owner = http_client is None
 
     @classmethod
     def from_openai(
-        cls, client: "openai.AsyncOpenAI", *, model: str | None = None
+        cls,
+        client: "OpenAIClient",
+        *,
+        model: str | None = None,
+        http_client: "httpx.AsyncClient | None" = None,
     ) -> "AsyncMallee":
-        """As `Mallee.from_openai`."""
-        from mallee.client.transports.beside_openai import AsyncTransport, settings
+        """A client of the service that OpenAI's client speaks to, with its key, time limit and retries.
 
-        given = settings(client, is_async=True)
-        return cls(**given, model=model, transport=AsyncTransport(client._client))
+        Its connections are its own. Raises InvalidParameter for another kind of client.
+        """
+        return cls(**openai_options(client), model=model, http_client=http_client)
 
-    async def __aenter__(self) -> "AsyncMallee":
+    def with_options(
+        self,
+        *,
+        model: str | None = None,
+        timeout: "float | httpx.Timeout | None" = None,
+        max_retries: int | None = None,
+    ) -> Self:
+        """This client with other options, over the same connections, which this one closes."""
+        other = copy.copy(self)
+        other._is_owner = False
+        other.model = self.model if model is None else model
+        other.timeout = self.timeout if timeout is None else timeout
+        if max_retries is not None:
+            other.max_retries = calls.checked_retries(max_retries)
+        return other
+
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -231,7 +371,12 @@ class AsyncMallee(AsyncAsking):
 
     async def close(self) -> None:
         """Close the connections. Capsules stay where they are."""
-        await self._http.aclose()
+        if self._is_owner:
+            await self._http.aclose()
+
+    def __repr__(self) -> str:
+        model = "" if self.model is None else f", model={self.model!r}"
+        return f"{type(self).__name__}({self.base_url!r}{model})"
 
     async def health(self) -> dict[str, Any]:
         """The service's own account of itself, also when it is unavailable."""
@@ -246,22 +391,25 @@ class AsyncMallee(AsyncAsking):
         self,
         *,
         after: str | None = None,
-        limit: int = 20,
+        limit: int = calls.MAX_PAGE,
         cache_salt: str | None = None,
-        **wanted: Unpack[Wanted],
-    ) -> list[CapsuleData]:
-        """The caller's capsules that are `wanted`, by id: at most `limit` of those after `after`."""
-        page = await self._send(calls.list_capsules(wanted, after, limit, cache_salt))
-        return [read_capsule(body) for body in page["data"]]
+        **wanted: Unpack[calls.Wanted],
+    ) -> "AsyncIterator[AsyncCapsule]":
+        """The caller's capsules that are `wanted`, by id, those after `after`: `limit` of them a request."""
+        asked = partial(calls.list_capsules, wanted, limit, cache_salt)
+        async for body in self._pages(asked, after):
+            yield AsyncCapsule(
+                self, read_as(body, CapsuleData), is_open=False, cache_salt=cache_salt
+            )
 
     async def count_capsules(
-        self, *, cache_salt: str | None = None, **wanted: Unpack[Wanted]
+        self, *, cache_salt: str | None = None, **wanted: Unpack[calls.Wanted]
     ) -> CapsuleCount:
         """The number of the caller's capsules that are `wanted`, and of their tokens."""
-        return read_count(await self._send(calls.count_capsules(wanted, cache_salt)))
+        return read_as(await self._send(calls.count_capsules(wanted, cache_salt)), CapsuleCount)
 
     async def delete_capsules(
-        self, *, all: bool = False, cache_salt: str | None = None, **wanted: Unpack[Wanted]
+        self, *, all: bool = False, cache_salt: str | None = None, **wanted: Unpack[calls.Wanted]
     ) -> int:
         """Delete the caller's capsules that are `wanted`, or with `all` every one; returns how many.
 
@@ -272,32 +420,94 @@ class AsyncMallee(AsyncAsking):
         return int((await self._send(call, max_retries=0))["deleted"])
 
     async def sessions(
-        self, *, after: str | None = None, limit: int = 20, cache_salt: str | None = None
-    ) -> list[SessionData]:
-        """The caller's sessions by name: at most `limit` of those after `after`."""
-        page = await self._send(list_sessions(after, limit, cache_salt))
-        return [read_session(body, SessionData) for body in page["data"]]
+        self,
+        *,
+        after: str | None = None,
+        limit: int = calls.MAX_PAGE,
+        cache_salt: str | None = None,
+    ) -> AsyncIterator[SessionData]:
+        """The caller's sessions by name, those after `after`: `limit` of them a request."""
+        async for body in self._pages(partial(sessions.list_sessions, limit, cache_salt), after):
+            yield read_as(body, SessionData)
+
+    async def _pages(
+        self, asked: Callable[[str | None], Call], after: str | None
+    ) -> AsyncIterator[Any]:
+        """The entries of all pages of a list; each page is asked for when the one before has been read."""
+        has_more = True
+        while has_more:
+            page = await self._send(asked(after))
+            for body in page["data"]:
+                yield body
+            after, has_more = page["last_id"], page["has_more"]
 
     def session(self, name: str | None = None, *, cache_salt: str | None = None) -> "AsyncSession":
         """A session by name, or one with a name that no other has. Nothing is sent yet."""
-        return AsyncSession(self, made_up() if name is None else name, cache_salt)
+        return AsyncSession(self, sessions.made_up() if name is None else name, cache_salt)
 
-    async def request(self, request: str, *, cache_salt: str | None = None) -> dict[str, Any]:
-        """The course of a request, while it runs and afterwards; see `Mallee.request`. Raises NotFound."""
-        found: dict[str, Any] = await self._send(calls.show_request(request, cache_salt))
-        return found
+    async def request(self, request: str, *, cache_salt: str | None = None) -> RequestLife:
+        """The course of a request, while it runs and afterwards: docs/api/requests.md. Raises NotFound."""
+        return read_as(await self._send(calls.show_request(request, cache_salt)), RequestLife)
 
     def import_capsule(
         self,
-        source: File,
+        source: files.File,
         *,
         cache_salt: str | None = None,
-        progress: Progress | None = None,
-        **params: Unpack[Importing],
+        progress: files.Progress | None = None,
+        **params: Unpack[calls.Importing],
     ) -> "PendingCapsule":
-        """A capsule from the file of an export, sent when it is awaited; see `Mallee.import_capsule`."""
+        """A capsule from the file of an export, by path or open, of this model.
+
+        Raises IncompatibleCapsule, CorruptExport; then nothing of it is kept.
+        """
         call = calls.import_capsule({"model": self.model, **params}, cache_salt)
-        return PendingCapsule(self, call, is_open=False, sends=(source, progress))
+        return PendingCapsule(self._imported(call, source, progress))
+
+    async def _imported(
+        self, call: Call, source: files.File, progress: files.Progress | None
+    ) -> "AsyncCapsule":
+        with files.opened(source) as file:
+            total = files.length(file)
+            content, headers = (
+                _pieces(file, files.Counted(total, progress)),
+                files.file_headers(total),
+            )
+            response = await self._request(call, content=content, headers=headers)
+        raw, url = response.content, self.base_url
+        body = read_answer(response.status_code, raw, url, response.headers)
+        data = read_as(body, CapsuleData)
+        return AsyncCapsule(self, data, is_open=False, cache_salt=call.cache_salt)
+
+    async def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """The decoded answer to a call that has no method here, as `post("/tokenize", {"prompt": text})`."""
+        return await self._send(Call("POST", path, {**body}))
+
+    # Of operators' keys alone: others are Forbidden.
+
+    async def workers(self) -> list[Worker]:
+        """The workers, as the gateway that answers sees them."""
+        return read_as(await self._send(calls.WORKERS), WorkerList).data
+
+    async def drain_worker(self, worker: str) -> None:
+        """Have a worker take nothing new, finish or hand over what it has, and leave. Raises NotFound."""
+        await self._send(calls.drain_worker(worker))
+
+    async def explain(
+        self, request: str | None = None, *, limit: int | None = None, candidates: int = 16
+    ) -> Decisions:
+        """The last decisions of the router, youngest first, or those of a request, and its course.
+
+        Each has so many `candidates`, the cheapest workers. Raises NotFound.
+        """
+        return read_as(await self._send(calls.explain(request, limit, candidates)), Decisions)
+
+    async def metrics(self) -> str:
+        """The gateway's metrics, as Prometheus reads them."""
+        response = await self._request(calls.METRICS)
+        if response.status_code >= 400:
+            read_answer(response.status_code, response.content, self.base_url, response.headers)
+        return response.text
 
     async def _request(
         self,
@@ -306,16 +516,19 @@ class AsyncMallee(AsyncAsking):
         stream: bool = False,
         content: AsyncIterator[bytes] | None = None,
         headers: Mapping[str, str] = NO_HEADERS,
+        limit_s: float | None = None,
         max_retries: int | None = None,
     ) -> "httpx.Response":
-        """As `Asking._request`."""
+        """The answer; a body that is read but once (`content`) is never sent again."""
         from anyio import sleep
 
         most = self.max_retries if max_retries is None else max_retries
         request = self._http.build_request(
-            *(call.method, call.path),
+            call.method,
+            self.base_url + call.path,
             content=call.content() if content is None else content,
-            headers={**call.headers, **headers},
+            headers={**self._headers, **call.headers, **headers},
+            timeout=self.timeout if limit_s is None else limit_s,
         )
         for num_left in range(most if content is None else 0, -1, -1):
             try:
@@ -335,48 +548,71 @@ class AsyncMallee(AsyncAsking):
         return response
 
 
-class AsyncSession(BaseSession["AsyncBranches", "PendingCapsule"], AsyncAsking):
-    """One session of a client; see `Session`. An async context manager."""
+class AsyncSession(AsyncAsking):
+    """One session of a client, by its name `id`: all requests that are made through it name it.
+
+    `root`: the capsule that it began with, if it is a fork of another session. `cache_salt` is that of
+    its requests, where they give no other. As a context manager it is closed at the block's end, come
+    what may.
+    """
 
     def __init__(
         self, client: AsyncMallee, name: str, cache_salt: str | None, root: str | None = None
     ) -> None:
-        super().__init__(client, name, cache_salt, root)
+        self.base_url, self.model = client.base_url, client.model
+        self.max_retries = client.max_retries
+        self.id = name
+        self.cache_salt = cache_salt
+        self.root = root
         self._client = client
 
-    async def show(self) -> SessionTree:
-        """As `Session.show`."""
-        return read_session(await self._send(show_session(self.id, self.cache_salt)), SessionTree)
+    def capsule(self, capsule: str, *, cache_salt: str | None = None) -> "PendingCapsule":
+        """A capsule by id, whose forks belong to this session. Raises UnknownCapsule."""
+        salt = self.cache_salt if cache_salt is None else cache_salt
+        return super().capsule(capsule, cache_salt=salt)
 
-    async def give_budget(self, budget: Budget, *, parent: str | None = None) -> BoundSession:
-        """As `Session.give_budget`."""
-        call = bound_session(self.id, budget, parent, self.cache_salt)
-        return read_session(await self._send(call), BoundSession)
+    async def show(self) -> sessions.SessionTree:
+        """Its tree of capsules. Raises NotFound while it has none."""
+        return read_as(
+            await self._send(sessions.show_session(self.id, self.cache_salt)), sessions.SessionTree
+        )
+
+    async def give_budget(self, budget: calls.Budget, *, parent: str | None = None) -> BoundSession:
+        """Bound all that is asked in this session and below it, from now on; it may be new, below `parent`.
+
+        Given again, it changes the limits. Raises InvalidParameter for more than is left above, BudgetSpent.
+        """
+        call = sessions.bound_session(self.id, budget, parent, self.cache_salt)
+        return read_as(await self._send(call), BoundSession)
 
     async def fork(
         self,
         new: str | None = None,
         *,
         capsule: str | None = None,
-        budget: Budget | None = None,
+        budget: calls.Budget | None = None,
     ) -> "AsyncSession":
-        """As `Session.fork`."""
-        call = fork_session(self.id, new, capsule, self.cache_salt, budget=budget)
-        made = read_session(await self._send(call, max_retries=0), SessionFork)
+        """A session `new`, or of a made-up name, that begins with this one's newest capsule, or `capsule`.
+
+        That is its `root`, from which requests go on. `budget` is reserved of what is left here. Raises
+        NotFound, InvalidParameter, BudgetSpent.
+        """
+        call = sessions.fork_session(self.id, new, capsule, self.cache_salt, budget=budget)
+        made = read_as(await self._send(call, max_retries=0), SessionFork)
         return AsyncSession(self._client, made.id, self.cache_salt, made.capsule)
 
-    async def close(self) -> ClosedSession:
-        """As `Session.close`."""
-        call = close_session(self.id, self.cache_salt)
-        return read_session(await self._send(call, max_retries=0), ClosedSession)
+    async def close(self) -> SessionClosed:
+        """Release its capsules, end its requests and forget it. Raises NotFound."""
+        call = sessions.close_session(self.id, self.cache_salt)
+        return read_as(await self._send(call, max_retries=0), SessionClosed)
 
-    async def __aenter__(self) -> "AsyncSession":
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         from anyio import move_on_after
 
-        # As a capsule's end.
+        # As a capsule's end; a session that nothing was asked in is unknown.
         with move_on_after(DELETE_TIMEOUT_S, shield=True):
             with suppress(*((NotFound,) if kind is None else (MalleeError, RuntimeError))):
                 await self.close()
@@ -384,21 +620,83 @@ class AsyncSession(BaseSession["AsyncBranches", "PendingCapsule"], AsyncAsking):
     async def _request(self, call: Call, **more: Any) -> "httpx.Response":
         return await self._client._request(call, **more)
 
+    def _params(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        salt = params.get("cache_salt")
+        salt = self.cache_salt if salt is None else salt
+        return super()._params({"session": self.id, **params, "cache_salt": salt})
 
-class AsyncCapsule(BaseCapsule["AsyncBranches", "PendingCapsule"]):
-    """A prompt's state on its worker, or a branch's; see `Capsule`."""
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.id!r}, root={self.root!r})"
 
-    _client: AsyncAsking
+
+class AsyncCapsule:
+    """A prompt's state on its worker, or a branch's.
+
+    As a context manager it is kept inside the block, and deleted at its end, come what may. `is_open`: its
+    conversation ends after its last message, not where an answer begins.
+    """
+
+    def __init__(
+        self,
+        client: AsyncAsking,
+        data: CapsuleData,
+        *,
+        is_open: bool,
+        cache_salt: str | None = None,
+    ) -> None:
+        self._client = client
+        self._cache_salt = cache_salt
+        self.id = data.id
+        self.worker = data.worker
+        self.tokens = data.tokens
+        self.model = data.model
+        self.prefill_tokens, self.cached_tokens = (
+            num if isinstance(num, int) else None
+            for num in (data.prefill_tokens, data.cached_tokens)
+        )
+        self.is_open = is_open
+        self.data = data
 
     async def wait(self, *, timeout_s: float = READY_S) -> Self:
-        """As `Capsule.wait`."""
+        """Return once it is computed. Raises what its prefill failed by, Unavailable after `timeout_s`."""
         from anyio import sleep
 
         for wait_s in ready_waits(self.id, timeout_s):
             await sleep(wait_s)
-            if self._hear(read_capsule(await self._client._send(self._shown()))):
+            call = calls.get_capsule(self.id, self._cache_salt)
+            data = read_as(await self._client._send(call), CapsuleData)
+            if data.error:
+                raise from_body({"error": msgspec.to_builtins(data.error)}, 200)
+            self.worker, self.data = data.worker, data
+            if data.status != "computing":
                 break
         return self
+
+    def fork(
+        self, branches: calls.Forks, *, at: int | None = None, **params: Unpack[calls.Sampling]
+    ) -> "AsyncBranches":
+        """Continue once per suffix (text, token ids, or {"messages": [...]}), or n times.
+
+        `fork("and")` is one branch: a lone text or object is one suffix. Token ids stand in a list of
+        suffixes, as in `fork([[1, 2, 3]])`.
+
+        With `at` the branches continue the capsule's first so many tokens. {"type": "inherit"} as
+        `response_format` goes on inside the object in which the capsule's branch was cut.
+        Raises InvalidParameter for what is none of these, and for forks of an open conversation that add no
+        message.
+        """
+        if isinstance(branches, int):
+            self._need_closed("branches", branches)
+        salt = {"cache_salt": self._cache_salt}
+        return self._client._fork(self.id, branches, {"at": at, **salt, **params})
+
+    def restore(self, **params: Unpack[calls.Going]) -> "AsyncBranches":
+        """Go on as the very branch that the capsule was taken from.
+
+        Its sampling, stream of draws, limits, penalties and form go on; with `at` from an earlier token of
+        its answer, with `max_tokens` for so many tokens more. Raises InvalidParameter for a prompt's capsule.
+        """
+        return self._client._restore(self.id, {"cache_salt": self._cache_salt, **params})
 
     async def search(
         self,
@@ -409,9 +707,15 @@ class AsyncCapsule(BaseCapsule["AsyncBranches", "PendingCapsule"]):
         budget: "SearchBudget | None" = None,
         ends: Sequence[str] = (),
         where: "Where" = "client",
-        **params: Unpack[Stepping],
+        **params: Unpack[calls.Stepping],
     ) -> "SearchResult":
-        """As `Capsule.search`. `score` may be a coroutine function; a plain one runs in a thread."""
+        """Search for the best text that goes on from here; see docs/sdk.md.
+
+        `score`: a function of a text (from here on), a `Verifier`, "mean_logprob" or "sum_logprob". `ends`: a
+        step with one of these texts ends an answer. One `seed` makes one tree. What `score` raises ends
+        the search, and is raised here. `where="gateway"` runs the policy there, by one call, which no
+        function can value. Raises InvalidParameter.
+        """
         from mallee.client.searches.local import run_async
         from mallee.client.searches.remote import at_gateway
 
@@ -423,41 +727,69 @@ class AsyncCapsule(BaseCapsule["AsyncBranches", "PendingCapsule"]):
         return await run_async(self._client._fork, self.id, policy, **asked)
 
     async def text(self, start: int = 0) -> str:
-        """As `Capsule.text`."""
+        """Its text from token `start` on, special tokens as they are written. Raises NotFound."""
         answer = await self._client._send(calls.capsule_text(self.id, start, self._cache_salt))
         return str(answer["text"])
 
+    def rewind(self, to: int, *, ttl_s: float | None = None) -> "PendingCapsule":
+        """A capsule of the first `to` tokens; this one stays as it is."""
+        return self._changed("rewind", is_open=False, to=to, ttl_s=ttl_s)
+
+    def pin(self, *, ttl_s: float | None = None) -> "PendingCapsule":
+        """Keep it until it is deleted or unused for `ttl_s`. Raises CapsulesFull."""
+        return self._changed("pin", is_open=self.is_open, ttl_s=ttl_s)
+
+    def unpin(self) -> "PendingCapsule":
+        """Keep it only while there is room."""
+        call = calls.unpin(self.id, self._cache_salt)
+        return self._client._capsule(call, is_open=self.is_open)
+
+    def demote(self, tier: Literal["host", "disk"]) -> "PendingCapsule":
+        """Move it to host memory, or to disk; from there it outlives its worker.
+
+        Returns once it is there. Raises InvalidParameter if the worker has no such tier, TierFull.
+        """
+        return self._changed("demote", is_open=self.is_open, tier=tier)
+
+    def promote(self) -> "PendingCapsule":
+        """Bring it back to the device ahead of its next fork. Returns once it is there."""
+        return self._changed("promote", is_open=self.is_open)
+
+    def _changed(self, verb: str, *, is_open: bool, **params: Any) -> "PendingCapsule":
+        call = calls.change(self.id, verb, {**params, "cache_salt": self._cache_salt})
+        return self._client._capsule(call, is_open=is_open)
+
     async def prune(self) -> list[str]:
-        """As `Capsule.prune`."""
-        answer = await self._client._send(calls.prune_below(self.id, self._cache_salt))
-        return list(answer["requests"])
+        """Cancel all that went on from it, and forget the capsules that this left; returns their requests."""
+        call = calls.change(self.id, "prune", {"cache_salt": self._cache_salt})
+        return list((await self._client._send(call))["requests"])
 
     async def delete(self) -> None:
         """Forget the state. Raises UnknownCapsule if it is gone already."""
         await self._client._send(calls.delete_capsule(self.id, self._cache_salt))
 
-    async def export(self, target: File, *, progress: Progress | None = None) -> int:
-        """Write it to a file, by path or open; see `Capsule.export`."""
+    async def export(self, target: files.File, *, progress: files.Progress | None = None) -> int:
+        """Write it to a file, by path or open; returns the number of bytes.
+
+        Another server with the same model goes on from it exactly: `import_capsule`. A path has its file
+        only when all of it is there. Raises StreamBroken.
+        """
         from anyio.to_thread import run_sync
 
         client, call = self._client, calls.export(self.id, self._cache_salt)
-        response = await client._request(call, stream=True)
+        response, url = await client._begun(call), client.base_url + call.path
+        counted = files.Counted(files.file_nbytes(response.headers), progress)
         try:
-            with failing_as(StreamBroken, client.base_url + call.path):
-                if response.status_code >= 400:
-                    raw, headers = await response.aread(), response.headers
-                    read_answer(response.status_code, raw, client.base_url, headers)
-                counted = Counted(file_nbytes(response.headers), progress)
-                with written(target) as file:
-                    async for data in response.aiter_raw():
-                        await run_sync(file.write, data)
-                        counted.add(len(data))
+            with failing_as(StreamBroken, url), files.written(target) as file:
+                async for data in response.aiter_raw():
+                    await run_sync(file.write, data)
+                    counted.add(len(data))
         finally:
             await response.aclose()
         return counted.nbytes
 
-    async def __aenter__(self) -> "AsyncCapsule":
-        """As `Capsule.__enter__`."""
+    async def __aenter__(self) -> Self:
+        """Pin it, if it isn't yet. Raises CapsulesFull, UnknownCapsule; then nothing is to be deleted."""
         if self.data.pinned is False:
             self.data = (await self.pin()).data
         return self
@@ -465,96 +797,157 @@ class AsyncCapsule(BaseCapsule["AsyncBranches", "PendingCapsule"]):
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         from anyio import move_on_after  # httpx needs it too
 
-        # A cancelled block still deletes; an error of the block is not hidden by one of its clean-up.
+        # A cancelled block still deletes; an error of the block must not be hidden by one of its clean-up (a
+        # closed client's is RuntimeError).
+        call = calls.delete_capsule(self.id, self._cache_salt)
         with move_on_after(DELETE_TIMEOUT_S, shield=True):
             with suppress(*((UnknownCapsule,) if kind is None else (MalleeError, RuntimeError))):
-                await self.delete()
+                await self._client._send(call, limit_s=DELETE_TIMEOUT_S, max_retries=0)
+
+    def _need_closed(self, param: str, value: object) -> None:
+        if self.is_open:
+            remedy = (
+                'the conversation was left open; fork it with {"messages": [...]}, or prefill it with'
+                " add_generation_prompt=True"
+            )
+            raise InvalidParameter(param, value, remedy)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.id!r}, worker={self.worker!r}, tokens={self.tokens})"
 
 
 class PendingCapsule:
     """A capsule that is requested when awaited, or by `async with`, which also deletes it."""
 
-    def __init__(
-        self,
-        client: AsyncAsking,
-        call: Call,
-        *,
-        is_open: bool,
-        sends: tuple[File, Progress | None] | None = None,
-    ) -> None:
-        """`sends`: a file that is the body, and who is told of its bytes."""
-        self._client = client
-        self._call = call
-        self._is_open = is_open
-        self._sends = sends
+    def __init__(self, asked: Coroutine[Any, Any, AsyncCapsule]) -> None:
+        self._asked = asked
         self._capsule: AsyncCapsule | None = None
 
     def __await__(self) -> Generator[Any, Any, AsyncCapsule]:
-        return self._send().__await__()
+        return self._asked.__await__()
 
     async def __aenter__(self) -> AsyncCapsule:
-        self._capsule = await (await self._send()).__aenter__()
+        self._capsule = await (await self._asked).__aenter__()
         return self._capsule
 
     async def __aexit__(self, kind: type[BaseException] | None, *error: object) -> None:
         assert self._capsule is not None
         await self._capsule.__aexit__(kind, *error)
 
-    async def _send(self) -> AsyncCapsule:
-        data = read_capsule(await self._answer())
-        salt = self._call.cache_salt
-        return AsyncCapsule(self._client, data, is_open=self._is_open, cache_salt=salt)
 
-    async def _answer(self) -> Any:
-        if self._sends is None:
-            return await self._client._send(self._call)
-        source, progress = self._sends
-        with opened(source) as file:
-            total = length(file)
-            content, headers = _pieces(file, Counted(total, progress)), file_headers(total)
-            response = await self._client._request(self._call, content=content, headers=headers)
-        raw, url = response.content, self._client.base_url
-        return read_answer(response.status_code, raw, url, response.headers)
-
-
-async def _pieces(file: BinaryIO, counted: Counted) -> AsyncIterator[bytes]:
+async def _pieces(file: BinaryIO, counted: files.Counted) -> AsyncIterator[bytes]:
+    """The bytes of `file` from its position on."""
     from anyio.to_thread import run_sync
 
-    while data := await run_sync(file.read, PIECE_NBYTES):
+    while data := await run_sync(file.read, files.PIECE_NBYTES):
         counted.add(len(data))
         yield data
 
 
-class AsyncBranch(BaseBranch["AsyncBranches", PendingCapsule]):
-    """One branch's answer so far, which can be forked where it ended."""
+@dataclass(slots=True, repr=False)
+class AsyncBranch(BranchState):
+    """One branch's answer so far, which can be forked where it ended, and captured while it runs."""
 
-    __slots__ = ()
+    client: AsyncAsking | None = field(default=None, compare=False)
+    cache_salt: str | None = field(default=None, compare=False)
 
-    async def inject(self, suffix: Suffix, *, mode: InjectMode = "append") -> int:
-        """As `Branch.inject`."""
-        return int((await self._inject(suffix, mode))["at"])
+    def fork(
+        self, branches: calls.Forks, *, at: int | None = None, **params: Unpack[calls.Sampling]
+    ) -> "AsyncBranches":
+        """Continue where the branch ended, as `AsyncCapsule.fork` does. Raises NoCapsule."""
+        salt = {"cache_salt": self.cache_salt}
+        return self._asking._fork(self.need_capsule(), branches, {"at": at, **salt, **params})
+
+    def restore(self, **params: Unpack[calls.Going]) -> "AsyncBranches":
+        """Go on as this very branch, as `AsyncCapsule.restore` does. Raises NoCapsule."""
+        salt = {"cache_salt": self.cache_salt}
+        return self._asking._restore(self.need_capsule(), {**salt, **params})
+
+    def pin(self, *, ttl_s: float | None = None) -> PendingCapsule:
+        """The capsule where the branch ended, kept as `AsyncCapsule.pin` does.
+
+        Raises NoCapsule, CapsulesFull.
+        """
+        params = {"ttl_s": ttl_s, "cache_salt": self.cache_salt}
+        return self._asking._capsule(
+            calls.change(self.need_capsule(), "pin", params), is_open=False
+        )
+
+    def capture(self, *, ttl_s: float | None = None) -> PendingCapsule:
+        """A capsule of the running branch at its next token; it goes on as if nothing had happened.
+
+        Raises UnknownBranch if it is over; then `fork` and `restore` continue where it ended.
+        """
+        params = {"ttl_s": ttl_s, "cache_salt": self.cache_salt}
+        call = calls.capture(self._request, self.index, params)
+        return self._asking._capsule(call, is_open=False)
+
+    async def inject(self, suffix: calls.Suffix, *, mode: calls.InjectMode = "append") -> int:
+        """Have the running branch go on after `suffix` at its next token, as if it had drawn it.
+
+        Returns the tokens of the answer before it, once it is there. With mode "replace" what waits to be
+        injected is dropped. Raises UnknownBranch if the branch is over.
+        """
+        params = {"suffix": suffix, "mode": mode, "cache_salt": self.cache_salt}
+        return int(
+            (await self._asking._send(calls.inject(self._request, self.index, params)))["at"]
+        )
 
     async def prune(self) -> bool:
-        """As `Branch.prune`."""
-        return self.index in (await self._prune())["branches"]
+        """End the running branch alone; the others go on. False: it had ended. Raises UnknownRequest."""
+        call = calls.prune(self._request, [self.index], self.cache_salt)
+        return self.index in (await self._asking._send(call))["branches"]
 
     async def prioritize(self, priority: int) -> bool:
-        """As `Branch.prioritize`."""
-        return self.index in (await self._prioritize(priority))["branches"]
+        """Have the running branch go before those of its session with less, from the next step on.
+
+        Returns whether it still ran. Raises UnknownRequest if none of its request does.
+        """
+        call = calls.prioritize(self._request, [self.index], priority, self.cache_salt)
+        return self.index in (await self._asking._send(call))["branches"]
+
+    @property
+    def _asking(self) -> AsyncAsking:
+        assert self.client is not None
+        return self.client
+
+    @property
+    def _request(self) -> str:
+        assert self.request_id is not None, "it was not begun"
+        return self.request_id
 
 
-class AsyncBranches(BaseBranches[AsyncBranch]):
-    """Branches of one request while they stream: `async for` events, or `await ... .wait()`.
+class AsyncBranches:
+    """Branches of one request while they stream. Iterate for events as they arrive, or `wait`.
 
-    The request is sent when first awaited, iterated or entered; `await` alone sends it.
+    `branches` maps index to the branch so far. Closing early (or leaving a `with` block) ends the branches
+    that still run. Asynchronously the request is sent when first awaited, iterated or entered; `await` alone
+    sends it.
     """
 
     def __init__(self, client: AsyncAsking, call: Call) -> None:
-        super().__init__(client.base_url + call.path)
+        self.branches: dict[int, AsyncBranch] = {}
+        self.total_ms: float | None = None
         self._client = client
         self._call = call
+        self._url = client.base_url + call.path
+        self._began = 0.0
+        self._parser = SseParser()
+        self._reader = StreamReader(self._url)
+        self._num_read = 0  # bytes
+        self._num_known = 0  # of the next bytes: read before the stream was cut
         self._response: httpx.Response | None = None
         self._events = self._read()
+
+    @property
+    def request_id(self) -> str | None:
+        """The request's id on the server; None until the first event."""
+        return self._reader.request_id
+
+    @property
+    def usage(self) -> Usage | None:
+        """Tokens of the request, all branches together; None until the last has ended."""
+        return self._reader.usage
 
     def __await__(self) -> "Generator[Any, Any, AsyncBranches]":
         return self.__aenter__().__await__()
@@ -565,49 +958,38 @@ class AsyncBranches(BaseBranches[AsyncBranch]):
     async def wait(
         self, *, score: AsyncScore | None = None, below: float = 0.0
     ) -> list[AsyncBranch]:
-        """All branches, finished, by index; see `Branches.wait`.
+        """All branches, finished, by index. Raises what the stream raises.
 
-        `score` may be a coroutine function; a plain one runs in a thread.
+        `score(branch)`: a critic, in a thread or task beside the reading, again and again with what is there
+        of a branch. One that it gives less than `below` is pruned; the others go on undisturbed. What it
+        raises ends all that still runs, and is raised here. Asynchronously it may be a coroutine function.
         """
         if score is None:
             async for _ in self._events:
                 pass
-            return self._finished()
-        async with self, AsyncCritic(self.branches, score, below) as critic:
-            async for event in self._events:
-                critic.see(event)
-        return self._finished()
+        else:
+            async with self, AsyncCritic(self.branches, score, below) as critic:
+                async for event in self._events:
+                    critic.see(event)
+        return [self.branches[index] for index in sorted(self.branches)]
 
     async def close(self) -> None:
         """End what still runs."""
         await self._events.aclose()
-        if self._response is not None:
-            await self._response.aclose()
+        await self._drop()
 
-    async def __aenter__(self) -> "AsyncBranches":
+    async def __aenter__(self) -> Self:
         await self._opened()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    def _new_branch(self, index: int) -> AsyncBranch:
-        return AsyncBranch(index, client=self._client, cache_salt=self._call.cache_salt)
-
-    async def _opened(self) -> "httpx.Response":
-        """The response, once sent. Raises the error that the server answered with."""
-        if self._response is None:
-            self._begin()
-            self._response = await self._client._request(self._call, stream=True)
-            if self._response.status_code >= 400:
-                await raise_refusal_async(self._response, self._url)
-        return self._response
-
     async def _read(self) -> AsyncGenerator[BranchEvent, None]:
-        response = await self._opened()
         num_left = self._client.max_retries if self._call.may_repeat else 0
         try:
             while not self._reader.is_done:
+                response = await self._opened()
                 try:
                     with failing_as(StreamBroken, self._url):
                         async for chunk in response.aiter_raw():
@@ -620,18 +1002,61 @@ class AsyncBranches(BaseBranches[AsyncBranch]):
                     if not (num_left and was_cut(error)):
                         raise
                     num_left -= 1
-                    response = await self._again(response)
+                    await self._again()
         finally:
-            await response.aclose()
+            await self._drop()
 
-    async def _again(self, cut: "httpx.Response") -> "httpx.Response":
-        """As `Branches._again`."""
+    async def _opened(self) -> "httpx.Response":
+        if self._response is None:
+            self._began = time.perf_counter()
+            self._response = await self._client._begun(self._call)
+        return self._response
+
+    async def _again(self) -> None:
+        """Ask for the same answer again. Raises the server's error, StreamBroken if it is another answer."""
         from anyio import sleep
 
-        await cut.aclose()
+        await self._drop()
         await sleep(CUT_WAIT_S)
-        self._response = response = await self._client._request(self._call, stream=True)
-        if response.status_code >= 400:
-            await raise_refusal_async(response, self._url)
-        self._resume(response.headers)
-        return response
+        self._response = await self._client._begun(self._call)
+        if self._num_read and self._response.headers.get("idempotent-replayed") != "true":
+            raise StreamBroken(self._url, "another gateway knows nothing of it")
+        self._num_known = self._num_read
+
+    async def _drop(self) -> None:
+        if self._response is not None:
+            await self._response.aclose()
+
+    def _take(self, chunk: bytes) -> Iterator[BranchEvent]:
+        """Events in `chunk`, each added to its branch. Raises the server's error, StreamBroken."""
+        fresh = chunk[self._num_known :]
+        self._num_known -= len(chunk) - len(fresh)
+        self._num_read += len(fresh)
+        for data in self._parser.feed(fresh):
+            for event in self._reader.read(data):
+                branch = self.branches.get(event.index)
+                if branch is None:
+                    salt = self._call.cache_salt
+                    branch = AsyncBranch(event.index, client=self._client, cache_salt=salt)
+                    branch.request_id = self._reader.request_id
+                    self.branches[event.index] = branch
+                branch.take(event, self._elapsed_ms())
+                yield event
+
+    def _end(self) -> None:
+        """End the stream. Raises StreamBroken if it broke off."""
+        self._reader.end()
+        self.total_ms = self._elapsed_ms()
+        for branch in self.branches.values():
+            branch.usage = self._reader.usage
+
+    def _elapsed_ms(self) -> float:
+        return 1000 * (time.perf_counter() - self._began)
+
+    def _repr_html_(self) -> str:
+        """The tree of its branches, as notebooks show it."""
+        return tree_html(f"{type(self).__name__} {self.request_id or ''}", self.branches)
+
+    def __repr__(self) -> str:
+        ended = sum(branch.finish_reason is not None for branch in self.branches.values())
+        return f"{type(self).__name__}({self.request_id!r}, {ended} of {len(self.branches)} ended)"

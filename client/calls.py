@@ -4,7 +4,7 @@ Ranges and defaults of the parameters are the server's: docs/api.md. None is the
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Required, TypeAlias, TypedDict
+from typing import Any, Final, Literal, NamedTuple, Required, TypeAlias, TypedDict, cast
 
 import msgspec
 
@@ -62,27 +62,27 @@ class StopWhen(TypedDict, total=False):
     score: Verifier
 
 
-class Waiting(TypedDict, total=False):
-    """Turn of a request that has to wait, its share of a worker, its bounds, its capsules."""
+class Turn(TypedDict, total=False):
+    """Terms of every request: its session, and its turn where it has to wait. `user` names the tenant."""
 
-    keep: bool | Mapping[str, float | None]
-
+    model: str | None
+    user: str
     priority: int
     deadline_s: float
     session: str
     parent_session: str
     session_final: bool
     weight: float
+
+
+class Terms(Turn, total=False):
+    """Terms of every request that leaves capsules: whether they are kept, and bounds of its branches."""
+
+    keep: bool | Mapping[str, float | None]
+    record: bool
+    diagnostics: bool
     budget: Budget
     stop_when: StopWhen
-
-
-class Terms(TypedDict, total=False):
-    """Parameters of every request. `user` names the tenant."""
-
-    model: str | None
-    user: str
-    mallee: Waiting
 
 
 class Sampling(Terms, total=False):
@@ -109,7 +109,7 @@ class Sampling(Terms, total=False):
     structured_outputs: Mapping[str, Any] | None
 
 
-class Stepping(Terms, total=False):
+class Stepping(Turn, total=False):
     """Parameters of the steps of a search; their length and number are the policy's."""
 
     temperature: float
@@ -154,12 +154,11 @@ class Wanted(TypedDict, total=False):
 
 
 class Generation(Sampling, total=False):
-    """Parameters of completions and chats: also the number of answers and the cache's tenant.
+    """Parameters of completions and chats: also the salt of their cache.
 
     From `tools` on they are those of chats alone; the server refuses them elsewhere.
     """
 
-    n: int
     cache_salt: str | None
     tools: Sequence[Mapping[str, Any]] | None
     tool_choice: str | Mapping[str, Any] | None
@@ -214,20 +213,41 @@ class Call(NamedTuple):
             raise InvalidParameter("body", list(self.body), f"not JSON: {error}") from error
 
 
-def terms_of(params: Terms) -> Terms:
-    """Those of the parameters that every request takes."""
-    found: Terms = {}
-    if "model" in params:
-        found["model"] = params["model"]
-    if "user" in params:
-        found["user"] = params["user"]
-    if "mallee" in params:
-        found["mallee"] = params["mallee"]
-    return found
+def nested(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters as requests have them: the terms that are Mallee's own in an object `mallee`."""
+    own = {name: params[name] for name in params if name in _OWN}
+    rest = {name: params[name] for name in params if name not in own}
+    return {**rest, "mallee": own} if own else rest
 
+
+def terms_of(params: Mapping[str, Any]) -> Turn:
+    """Those of the parameters that every request takes."""
+    known = Turn.__annotations__
+    return cast(Turn, {name: value for name, value in params.items() if name in known})
+
+
+_OWN: Final = Terms.__annotations__.keys() - {"model", "user"}
 
 HEALTH = Call("GET", "/health")
+METRICS = Call("GET", "/metrics")
 MODELS = Call("GET", "/v1/models")
+WORKERS = Call("GET", "/v1/router/workers")
+MAX_PAGE: Final = 100  # entries that the server lists at once
+
+
+def drain_worker(worker: str) -> Call:
+    return Call("POST", f"{WORKERS.path}/{_quoted(worker)}/drain")
+
+
+def explain(request: str | None, limit: int | None, candidates: int) -> Call:
+    """Decisions of the router, the last ones or those of a request."""
+    query = query_of({"request": request, "limit": limit, "candidates": candidates})
+    return Call("GET", f"/v1/router/explain{query}")
+
+
+def is_several(prompt: Prompt | None) -> bool:
+    """Whether these are several prompts: a list of texts, or of lists of token ids."""
+    return isinstance(prompt, list | tuple) and not isinstance(next(iter(prompt), 0), int)
 
 
 def generate(
@@ -250,7 +270,7 @@ def prefill(
     body = {**_prompt(prompt, messages), **params}
     if messages is not None:
         body["add_generation_prompt"] = not is_open
-    return Call("POST", "/v1/capsules", _given(body), params.get("cache_salt"))
+    return Call("POST", "/v1/capsules", nested(_given(body)), params.get("cache_salt"))
 
 
 def fork(capsule: str, branches: Forks, params: Mapping[str, Any]) -> Call:
@@ -288,10 +308,14 @@ def restore(capsule: str, params: Mapping[str, Any]) -> Call:
     return Call("POST", path, _streamed(dict(params)), params.get("cache_salt"))
 
 
-def _request_path(request: str) -> str:
-    from urllib.parse import quote
+def change(capsule: str, verb: str, params: Mapping[str, Any]) -> Call:
+    """A capsule's rewind, pin, demotion, promotion, or the prune below it."""
+    path = f"{_capsule_path(capsule)}/{verb}"
+    return Call("POST", path, _given(dict(params)), params.get("cache_salt"))
 
-    return f"/v1/requests/{quote(request, safe='')}"
+
+def _request_path(request: str) -> str:
+    return f"/v1/requests/{_quoted(request)}"
 
 
 def prioritize(
@@ -330,32 +354,8 @@ def capsule_text(capsule: str, start: int, cache_salt: str | None) -> Call:
     return Call("GET", f"{_capsule_path(capsule)}/text{query}", cache_salt=cache_salt)
 
 
-def rewind(capsule: str, params: Mapping[str, Any]) -> Call:
-    """A capsule of the beginning of another."""
-    return _about(capsule, "rewind", params)
-
-
-def prune_below(capsule: str, cache_salt: str | None) -> Call:
-    """An end of all that went on from a capsule."""
-    return _about(capsule, "prune", {"cache_salt": cache_salt})
-
-
-def pin(capsule: str, params: Mapping[str, Any]) -> Call:
-    return _about(capsule, "pin", params)
-
-
 def unpin(capsule: str, cache_salt: str | None = None) -> Call:
     return Call("DELETE", f"{_capsule_path(capsule)}/pin", cache_salt=cache_salt)
-
-
-def demote(capsule: str, params: Mapping[str, Any]) -> Call:
-    """Move a capsule to `params["tier"]`."""
-    return _about(capsule, "demote", params)
-
-
-def promote(capsule: str, params: Mapping[str, Any]) -> Call:
-    """Bring a capsule back to the device."""
-    return _about(capsule, "promote", params)
 
 
 def export(capsule: str, cache_salt: str | None = None) -> Call:
@@ -369,7 +369,7 @@ def import_capsule(params: Mapping[str, Any], cache_salt: str | None = None) -> 
 
 
 def list_capsules(
-    wanted: Mapping[str, Any], after: str | None, limit: int, cache_salt: str | None = None
+    wanted: Mapping[str, Any], limit: int, cache_salt: str | None, after: str | None
 ) -> Call:
     query = query_of({"limit": limit, "after": after or None, **wanted})
     return Call("GET", f"/v1/capsules{query}", cache_salt=cache_salt)
@@ -398,15 +398,21 @@ def checked_url(base_url: str) -> str:
     return base_url.rstrip("/").removesuffix("/v1")
 
 
-def _capsule_path(capsule: str) -> str:
+def checked_retries(max_retries: int) -> int:
+    """Raises InvalidParameter for less than none."""
+    if max_retries < 0:
+        raise InvalidParameter("max_retries", max_retries, "give 0 or more")
+    return max_retries
+
+
+def _quoted(name: str) -> str:
     from urllib.parse import quote  # 10 ms of the import, which httpx needs anyway
 
-    return f"/v1/capsules/{quote(capsule, safe='')}"
+    return quote(name, safe="")
 
 
-def _about(capsule: str, verb: str, params: Mapping[str, Any]) -> Call:
-    path = f"{_capsule_path(capsule)}/{verb}"
-    return Call("POST", path, _given(dict(params)), params.get("cache_salt"))
+def _capsule_path(capsule: str) -> str:
+    return f"/v1/capsules/{_quoted(capsule)}"
 
 
 def query_of(params: Mapping[str, Any]) -> str:
@@ -425,7 +431,7 @@ def _prompt(prompt: Prompt | None, messages: Sequence[Message] | None) -> dict[s
 
 
 def _streamed(body: dict[str, Any]) -> dict[str, Any]:
-    return {**_given(body), "stream": True, "stream_options": {"include_usage": True}}
+    return {**nested(_given(body)), "stream": True, "stream_options": {"include_usage": True}}
 
 
 def _given(body: dict[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@
     |- ConnectionFailed   no server answers at this address
     |- StreamBroken       a stream ended before its end
     |- NoCapsule          a branch left no state that could be forked
+    |- JournalFailed      the journal of a graph can't be written or read
     `- BadRequest, NotFound, Unavailable, ...   the server's own errors, by their code
 
 An error that came from the server has its HTTP status in `fields["http_status"]`, and in `retry_after_s` the
@@ -67,6 +68,16 @@ class NoCapsule(MalleeError):
         super().__init__(
             f"branch {index} can't be forked: {reason}", index=index, finish_reason=finish_reason
         )
+
+
+class JournalFailed(MalleeError):
+    """The journal of a graph at `path` can't be written or read."""
+
+    code = "journal_failed"
+
+    def __init__(self, path: str, reason: str) -> None:
+        text = f"the journal {path!r} failed: {reason}; the graph ends, and what the journal has is not lost"
+        super().__init__(text, path=path, reason=reason)
 
 
 def from_body(body: object, http_status: int, retry_after_s: float | None = None) -> MalleeError:

@@ -75,10 +75,3 @@ def file_nbytes(headers: Mapping[str, str]) -> int | None:
     """Bytes of the file that an answer with `headers` is."""
     declared = headers.get("content-length", "")
     return int(declared) if declared.isdecimal() else None
-
-
-def pieces(file: BinaryIO, counted: Counted) -> Iterator[bytes]:
-    """The bytes of `file` from its position on."""
-    while data := file.read(PIECE_NBYTES):
-        counted.add(len(data))
-        yield data

@@ -2,12 +2,15 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final, TypeVar
 
 import msgspec
 
 from mallee.client.errors import ApiError, NoCapsule, StreamBroken, from_body
 from mallee.client.sse import DONE
+from mallee.protocol.errors import MalleeError
+
+S = TypeVar("S", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,12 @@ class ToolCall:
     arguments: str
 
 
+_AT_END: Final = (  # of a choice's `mallee`: what a branch has once it has ended
+    *("worker", "capsule", "boundary", "kept", "cached_tokens", "prefill_tokens"),
+    *("completion_tokens", "accepted_prediction_tokens", "rejected_prediction_tokens"),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class BranchEvent:
     """New text, reasoning or calls of one branch. Its last event has `finish_reason` and the fields after."""
@@ -58,6 +67,8 @@ class BranchEvent:
     score: float | None = None
     score_error: str = ""
     completion_tokens: int | None = None
+    ended_by: str | None = None  # of a budget or of conditions
+    error: MalleeError | None = None
 
 
 @dataclass(slots=True, repr=False)
@@ -114,16 +125,8 @@ class BranchState:
             if values is not None:
                 self.logprobs.setdefault(name, []).extend(values)
         if event.finish_reason is not None:
-            self.finish_reason = event.finish_reason
-            self.worker = event.worker
-            self.capsule = event.capsule
-            self.boundary, self.kept = event.boundary, event.kept
-            self.cached_tokens = event.cached_tokens
-            self.prefill_tokens = event.prefill_tokens
-            self.completion_tokens = event.completion_tokens
-            self.accepted_prediction_tokens = event.accepted_prediction_tokens
-            self.rejected_prediction_tokens = event.rejected_prediction_tokens
-            self.score_error = event.score_error
+            for name in ("finish_reason", "score_error", *_AT_END):
+                setattr(self, name, getattr(event, name))
             if event.score is not None:
                 self.score = event.score
 
@@ -139,41 +142,6 @@ class BranchState:
         values = ((name, getattr(self, name)) for name in names)
         known = "".join(f", {name}={value!r}" for name, value in values if value is not None)
         return f"{type(self).__name__}({self.index}, {shown!r}{known})"
-
-
-class CapsuleData(msgspec.Struct, frozen=True, kw_only=True):
-    """The server's description of a capsule. Fields that only its creation or its worker tells may be None.
-
-    `worker` is None where the server doesn't name workers to this client. `status`: computing, ready, or
-    failed by `error`; `computed_tokens` of one that is computing.
-    """
-
-    id: str
-    worker: str | None = None
-    tokens: int
-    model: str
-    created: int
-    prefill_tokens: int | None = None
-    cached_tokens: int | None = None
-    pinned: bool | None = None
-    ttl_s: float | None = None
-    tier: str | None = None
-    nbytes: int | None = None
-    shared_nbytes: int | None = None
-    drawn: int | None = None
-    aligned_tokens: int | None = None  # where prompts that begin with its text go on
-    status: str = "ready"
-    computed_tokens: int | None = None
-    error: Mapping[str, Any] | None = None
-    imported: Mapping[str, int] | None = None  # bytes, and tokens that were fetched or computed
-
-
-class CapsuleCount(msgspec.Struct, frozen=True, kw_only=True):
-    """Capsules that a filter means. `unknown`: those whose worker didn't say whether they are meant."""
-
-    count: int
-    tokens: int
-    unknown: int = 0
 
 
 class StreamReader:
@@ -236,21 +204,15 @@ def choice_events(body: Mapping[str, Any]) -> Iterator[BranchEvent]:
             index=choice["index"],
             text=text,
             finish_reason=finish,
-            worker=ours.get("worker"),
-            capsule=ours.get("capsule"),
-            cached_tokens=ours.get("cached_tokens"),
-            prefill_tokens=ours.get("prefill_tokens"),
             logprobs=logprobs,
-            boundary=ours.get("boundary"),
-            kept=ours.get("kept"),
-            accepted_prediction_tokens=ours.get("accepted_prediction_tokens"),
-            rejected_prediction_tokens=ours.get("rejected_prediction_tokens"),
             reasoning=reasoning,
             tool_calls=tool_calls,
             injected=injected,
             score=ours.get("score"),
             score_error=ours.get("score_error") or "",
-            completion_tokens=ours.get("completion_tokens"),
+            ended_by=ours.get("ended_by"),
+            error=from_body(ours, 200) if "error" in ours else None,
+            **{name: ours.get(name) for name in _AT_END},
         )
 
 
@@ -282,20 +244,12 @@ def read_health(status: int, raw: bytes, url: str) -> dict[str, Any]:
     return {"status": "unavailable", "reason": f"HTTP {status} from {url}: not Mallee's answer"}
 
 
-def read_capsule(body: object) -> CapsuleData:
-    """Raises ApiError if `body` does not describe a capsule."""
+def read_as(body: object, kind: type[S]) -> S:
+    """An answer's body as a value. Raises ApiError if it is no such answer."""
     try:
-        return msgspec.convert(body, CapsuleData)
+        return msgspec.convert(body, kind)
     except msgspec.ValidationError as error:
-        raise ApiError(f"not a capsule: {error}", http_status=200) from error
-
-
-def read_count(body: object) -> CapsuleCount:
-    """Raises ApiError if `body` counts no capsules."""
-    try:
-        return msgspec.convert(body, CapsuleCount)
-    except msgspec.ValidationError as error:
-        raise ApiError(f"not a count: {error}", http_status=200) from error
+        raise ApiError(f"not a {kind.__name__}: {error}", http_status=200) from error
 
 
 def _tool_call(body: Mapping[str, Any]) -> ToolCall:

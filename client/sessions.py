@@ -1,112 +1,29 @@
-"""Sessions as the server tells of them: their calls and answers; no I/O.
+"""Calls of sessions, and their trees; no I/O.
 
-Requests name theirs by `mallee={"session": ...}`, as those of a `Session` do.
+Requests name theirs by `session=...`, as those of a `Session` do.
 """
 
-from typing import TypeVar
-
-import msgspec
-
 from mallee.client.calls import Budget, Call, query_of
-from mallee.client.errors import ApiError
 from mallee.client.html import nodes_html
+from mallee.protocol.api import sessions as protocol
 
 
-class SessionData(msgspec.Struct, frozen=True, kw_only=True):
-    """A session: the capsules of it that are remembered, and its requests that run at the gateway asked."""
-
-    id: str
-    parent: str | None
-    created: int
-    last_used: int
-    capsules: int
-    running: int
-
-
-class SessionNode(msgspec.Struct, frozen=True, kw_only=True):
-    """A capsule of a session. `is_root`: another session's. Without `held` no worker has it any more."""
-
-    capsule: str
-    parent: str | None
-    request: str
-    tokens: int
-    created: int
-    is_root: bool
-    held: bool
-    worker: str | None = None
-    pinned: bool | None = None
-    tier: str | None = None
-
-    @property
-    def words(self) -> str:
-        """Its tokens, and where it lies."""
-        where = (self.tier or "held") if self.held else "gone"
-        return f"{self.tokens} tokens, {where}{' pinned' if self.pinned else ''}"
-
-
-class Resource(msgspec.Struct, frozen=True, kw_only=True):
-    """`reserved`: for what runs below or at other gateways; what that doesn't use returns."""
-
-    limit: float
-    used: float
-    reserved: float
-    left: float
-
-
-class SessionBudget(msgspec.Struct, frozen=True, kw_only=True):
-    """A budget as it stands; None: not bounded by it. Not `kept`: its gateway is gone, or can't be asked."""
-
-    kept: bool
-    tokens: Resource | None = None
-    branches: Resource | None = None
-    wall_s: Resource | None = None
-
-
-class BoundSession(SessionData, frozen=True, kw_only=True):
-    """A session, and the budget that it was given."""
-
-    budget: SessionBudget | None = None
-
-
-class SessionTree(BoundSession, frozen=True, kw_only=True):
+class SessionTree(protocol.SessionTree, frozen=True, kw_only=True):
     """A session with its capsules, oldest first. `children`: sessions whose parent it is."""
-
-    children: list[str]
-    nodes: list[SessionNode]
 
     def _repr_html_(self) -> str:
         """The tree of its capsules, which notebooks show."""
         below = f", below {self.parent}" if self.parent else ""
         return nodes_html(
             f"session {self.id}{below}",
-            [(node.capsule, node.parent, node.words) for node in self.nodes],
+            [(node.capsule, node.parent, words(node)) for node in self.nodes],
         )
 
 
-class SessionFork(BoundSession, frozen=True, kw_only=True):
-    """A new session, which begins with `capsule`."""
-
-    capsule: str
-
-
-class ClosedSession(msgspec.Struct, frozen=True, kw_only=True):
-    """A session's end: capsules `released`, those `left` with silent workers, requests `cancelled`."""
-
-    id: str
-    released: int
-    left: int
-    cancelled: int
-
-
-S = TypeVar("S", bound=msgspec.Struct)
-
-
-def read_session(body: object, kind: type[S]) -> S:
-    """Raises ApiError if `body` is no such answer."""
-    try:
-        return msgspec.convert(body, kind)
-    except msgspec.ValidationError as error:
-        raise ApiError(f"not a session: {error}", http_status=200) from error
+def words(node: protocol.SessionNode) -> str:
+    """A capsule's tokens, and where it lies."""
+    where = (node.tier or "held") if node.held else "gone"
+    return f"{node.tokens} tokens, {where}{' pinned' if node.pinned else ''}"
 
 
 def made_up() -> str:
@@ -116,7 +33,7 @@ def made_up() -> str:
     return f"session-{uuid4().hex}"
 
 
-def list_sessions(after: str | None, limit: int, cache_salt: str | None) -> Call:
+def list_sessions(limit: int, cache_salt: str | None, after: str | None) -> Call:
     query = query_of({"limit": limit, "after": after or None})
     return Call("GET", f"/v1/sessions{query}", cache_salt=cache_salt)
 

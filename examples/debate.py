@@ -71,7 +71,7 @@ def ask(before: Capsule | Branch, text: str, max_tokens: int) -> Branches:
     """An answer after the document, or after a persona's last statement."""
     suffix = {"messages": [{"role": "user", "content": text}]}
     # Kept: a branch's capsule could else be dropped before the persona's next turn.
-    return before.fork(suffix, max_tokens=max_tokens, temperature=0.8, mallee={"keep": True})
+    return before.fork(suffix, max_tokens=max_tokens, temperature=0.8, keep=True)
 
 
 def statements(last: dict[str, Branch], *, but: str = "") -> str:

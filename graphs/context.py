@@ -4,33 +4,18 @@ Counted before anything is computed, with the most that each node can put out. A
 answers may have other tokens than they had when they were drawn: it is counted again when its node starts.
 """
 
-from collections.abc import Mapping
-from typing import Final, NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from typing import Final, NamedTuple, TypeAlias
 
-from mallee.graphs.graph import Graph
-from mallee.graphs.nodes import (
-    Branch,
-    Filled,
-    Join,
-    Map,
-    Node,
-    Prefill,
-    Ref,
-    Tool,
-    filled,
-    num_awaited,
-    parts,
-    texts_of,
-)
-from mallee.protocol.errors import BadRequest, GraphContextExceeded, InvalidGraph
+from mallee.graphs.graph import CheckedGraph
+from mallee.graphs.nodes import Drawn, Filled, Handle, Item, Join, Map, Node, Prefill, Tool
+from mallee.graphs.nodes import num_awaited as awaited
+from mallee.protocol.errors import GraphContextExceeded, InvalidGraph
 
 HEADROOM: Final = 128  # tokens
 
-
-class Counter(Protocol):
-    """The tokens of what a node begins with. `opens`: the first of its context, as a prefill's."""
-
-    def __call__(self, text: Filled, /, *, opens: bool = False) -> int: ...
+Count: TypeAlias = Callable[[Node, Filled], int]
+"""The tokens of a text, or of messages, that stand in a node; without what is taken from other nodes."""
 
 
 class Need(NamedTuple):
@@ -42,11 +27,15 @@ class Need(NamedTuple):
     branch: int
 
 
-def context_needs(graph: Graph, count: Counter) -> list[Need]:
-    """One for each prefill, in order.
+def pieces(node: Node) -> list[Filled]:
+    """The parts of a node's beginning that are known before it runs, and counted: strings, or messages."""
+    if node.messages:  # rendered without the outputs that are in them
+        return [node.filled(lambda text: "".join(each for each in text if isinstance(each, str)))]
+    return [part for part in node.text if isinstance(part, str)]
 
-    Raises InvalidGraph: a branch at a place that its parent can't have, or messages that can't be rendered.
-    """
+
+def context_needs(graph: CheckedGraph, count: Count) -> list[Need]:
+    """One for each prefill, in order. Raises InvalidGraph: a branch at a place that its parent can't have."""
     outputs: dict[str, int] = {}  # tokens, at most
     roots: dict[str, str] = {}  # the prefill before each node that leaves a capsule
     lengths: dict[str, int] = {}  # tokens of its capsule, at most
@@ -58,7 +47,7 @@ def context_needs(graph: Graph, count: Counter) -> list[Need]:
             lengths[name] = _begin(node, outputs, 0, count)
             roots[name] = name
             largest[name] = Need(name, lengths[name], "", 0)
-        elif isinstance(node, Branch | Map):
+        elif isinstance(node, Drawn):
             item = outputs[node.over] if isinstance(node, Map) else 0
             new = _begin(node, outputs, item, count) + node.max_tokens
             roots[name] = root = roots[node.of]
@@ -68,17 +57,17 @@ def context_needs(graph: Graph, count: Counter) -> list[Need]:
     return [largest[name] for name in graph.nodes if name in largest]
 
 
-def check_context(graph: Graph, count: Counter, n_ctx: int, headroom: int = HEADROOM) -> None:
+def check_context(graph: CheckedGraph, count: Count, n_ctx: int) -> None:
     """Raises GraphContextExceeded for the first prefill that needs more than `n_ctx` tokens.
 
     Raises also as `context_needs`.
     """
     for need in context_needs(graph, count):
-        if need.prefix + need.branch + headroom > n_ctx:
-            raise GraphContextExceeded(*need, headroom, n_ctx)
+        if need.prefix + need.branch + HEADROOM > n_ctx:
+            raise GraphContextExceeded(*need, HEADROOM, n_ctx)
 
 
-def _begun_at(node: Branch | Map, most: int) -> int:
+def _begun_at(node: Drawn, most: int) -> int:
     """Tokens of its parent, of at most `most`, that it goes on from. Raises InvalidGraph."""
     if node.at is None:
         return most
@@ -88,36 +77,24 @@ def _begun_at(node: Branch | Map, most: int) -> int:
     return node.at
 
 
-def _begin(
-    node: Prefill | Branch | Map, outputs: Mapping[str, int], item: int, count: Counter
-) -> int:
-    """Tokens that it begins with, at most; each item of a map has at most `item`. Raises InvalidGraph."""
-    if node.messages:  # rendered without the outputs that are in them
-        empty = filled(
-            node, lambda text: "".join(each for each in parts(text) if isinstance(each, str))
-        )
-        try:
-            num = count(empty, opens=isinstance(node, Prefill))
-        except BadRequest as error:  # the template can't have them, or there is none
-            raise InvalidGraph(f"node {node.name}: {error.message}") from error
-    else:
-        num = sum(count(part) for part in parts(node.text) if isinstance(part, str))
-    refs = (part for text in texts_of(node).values() for part in parts(text))
-    return num + sum(
-        item if part.item else outputs[part.node] for part in refs if isinstance(part, Ref)
-    )
+def _begin(node: Node, outputs: Mapping[str, int], item: int, count: Count) -> int:
+    """Tokens that it begins with, at most; each item of a map has at most `item`."""
+    parts = [part for text in node.texts for part in text]
+    taken = sum(outputs[part.name] for part in parts if isinstance(part, Handle))
+    items = item * sum(isinstance(part, Item) for part in parts)
+    return taken + items + sum(count(node, piece) for piece in pieces(node))
 
 
-def _output(node: Node, outputs: Mapping[str, int], count: Counter) -> int:
+def _output(node: Node, outputs: Mapping[str, int], count: Count) -> int:
     match node:
-        case Prefill():
-            return 0
-        case Branch() | Tool():
-            return node.max_tokens
         case Join():
-            n = num_awaited(node.wait, len(node.inputs))
+            n = awaited(node.wait, len(node.inputs))
             most = sorted((outputs[name] for name in node.inputs), reverse=True)[:n]
-            return sum(most) + (n - 1) * count(node.separator)
+            return sum(most) + (n - 1) * count(node, node.separator)
         case Map():
-            n = num_awaited(node.wait, node.max_items)
-            return n * node.max_tokens + (n - 1) * count(node.separator)
+            n = awaited(node.wait, node.max_items)
+            return n * node.max_tokens + (n - 1) * count(node, node.separator)
+        case Drawn() | Tool():
+            return node.max_tokens
+        case _:
+            return 0

@@ -5,41 +5,23 @@ takes something of u: its capsule, its output, or both.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from typing import Final
 
-from mallee.graphs.nodes import (
-    ROLES,
-    Branch,
-    Join,
-    Map,
-    Node,
-    Prefill,
-    Ref,
-    Text,
-    Tool,
-    Wait,
-    Worded,
-    parts,
-    refs,
-    texts_of,
-)
+from mallee.graphs.nodes import Branch, Drawn, Item, Join, Map, Node, Prefill, Tool, Wait
 from mallee.protocol.errors import InvalidGraph, shown
 
-MAX_NODES: Final = 2048  # items of maps among them
-MAX_EDGES: Final = 16_384
-MAX_PARTS: Final = 1024  # of one text
-MAX_TOOL_S: Final = 3600.0
 MAX_NAMED: Final = 8  # nodes in a message
+ROLES: Final = ("system", "user", "assistant")
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
 _RULE: Final = "names are 1 to 64 letters, digits, '_', '.' and '-'"
-_CAPSULED: Final = Prefill | Branch  # what leaves a capsule
 
 
 @dataclass(frozen=True, slots=True)
-class Graph:
+class CheckedGraph:
     """A graph that can run. `takers` of a node are those at its other end of edges, in the given order."""
 
     nodes: Mapping[str, Node]  # in the given order
@@ -48,100 +30,69 @@ class Graph:
     order: tuple[str, ...]  # each after all that it takes from
 
 
-def checked_graph(nodes: Sequence[Node], outputs: Sequence[str] = ()) -> Graph:
+def checked_graph(nodes: Sequence[Node], outputs: Sequence[str] = ()) -> CheckedGraph:
     """The graph of `nodes`; `outputs` are by default those that no other node takes from.
 
     Raises InvalidGraph.
     """
     if not nodes:
         raise InvalidGraph("a graph has at least one node")
-    if (num := sum(map(_num_runs, nodes))) > MAX_NODES:
-        raise InvalidGraph(
-            f"{shown(num)} nodes > {MAX_NODES}, the items of maps (max_items) among them; split the graph,"
-            " or lower max_items"
-        )
     known: dict[str, Node] = {}
-    for i, node in enumerate(nodes):
+    for node in nodes:
         if not _NAME.fullmatch(node.name):
-            raise InvalidGraph(f"nodes[{i}].name={shown(node.name)}: {_RULE}")
+            raise InvalidGraph(f"a node's name is {shown(node.name)}: {_RULE}")
         if node.name in known:
             raise InvalidGraph(
                 f"two nodes are named {shown(node.name)}: give each a name of its own"
             )
         known[node.name] = node
-    if (num := sum(len(node.takes) for node in nodes)) > MAX_EDGES:
-        raise InvalidGraph(f"{num} edges > {MAX_EDGES}; put joins between, or split the graph")
+    found: dict[str, list[str]] = {name: [] for name in known}
     for node in nodes:
         _check_values(node)
         _check_edges(node, known)
-    found: dict[str, list[str]] = {name: [] for name in known}
-    for node in nodes:
         for name in node.takes:
             found[name].append(node.name)
     takers = {name: tuple(names) for name, names in found.items()}
-    order = _ordered(takers)
-    return Graph(known, takers, _checked_outputs(known, takers, outputs, order), order)
-
-
-def _num_runs(node: Node) -> int:
-    return 1 + max(node.max_items, 0) if isinstance(node, Map) else 1
+    try:
+        order = tuple(TopologicalSorter({node.name: node.takes for node in nodes}).static_order())
+    except CycleError as error:
+        raise _cycle(error.args[1][:-1]) from None
+    return CheckedGraph(known, takers, _checked_outputs(known, takers, outputs, order), order)
 
 
 # Values of one node
 
 
 def _check_values(node: Node) -> None:
-    if isinstance(node, Worded) and node.messages:
-        if node.text:
-            raise _wrong(node, "text", node.text, "give either text or messages")
-        if len(node.messages) > MAX_PARTS:
-            remedy = f"give at most {MAX_PARTS} messages"
-            raise _wrong(node, "messages", len(node.messages), remedy)
-        for i, turn in enumerate(node.messages):
-            if turn.role not in ROLES:
-                remedy = f"give one of {', '.join(ROLES)}"
-                raise _wrong(node, f"messages[{i}].role", turn.role, remedy)
-    for field, text in texts_of(node).items():
-        _check_text(node, field, text)
+    if node.messages and node.text:
+        raise _wrong(node, "text", node.text, "give either text or messages")
+    for i, turn in enumerate(node.messages):
+        if turn.role not in ROLES:
+            remedy = f"give one of {', '.join(ROLES)}"
+            raise _wrong(node, f"messages[{i}].role", turn.role, remedy)
+    if not isinstance(node, Map) and any(isinstance(p, Item) for text in node.texts for p in text):
+        raise _wrong(node, "text", "item", "only a map has items")
+    if isinstance(node, Drawn):
+        if node.at is not None:
+            _check_count(node, "at", node.at)
+        _check_count(node, "max_tokens", node.max_tokens)
     match node:
-        case Prefill():
-            if not node.text and not node.messages:
-                raise _wrong(node, "text", node.text, "give a text, or messages")
-        case Branch():
-            if node.at is not None:
-                _check_count(node, "at", node.at)
-            _check_count(node, "max_tokens", node.max_tokens)
-        case Join():
-            if not node.inputs:
+        case Prefill() if not any(node.text) and not node.messages:
+            raise _wrong(node, "text", "", "give a text, or messages")
+        case Join(inputs=inputs):
+            if not inputs:
                 raise _wrong(node, "inputs", [], "name at least one node")
-            if len(set(node.inputs)) < len(node.inputs):
-                twice = next(name for name in node.inputs if node.inputs.count(name) > 1)
+            if len(set(inputs)) < len(inputs):
+                twice = next(name for name in inputs if inputs.count(name) > 1)
                 raise _wrong(node, "inputs", twice, "it is named twice; name each node once")
-            _check_wait(node, node.wait, len(node.inputs))
+            _check_wait(node, node.wait, len(inputs))
         case Tool():
             _check_count(node, "max_tokens", node.max_tokens)
-            if not node.call or len(node.call) > 64:
-                raise _wrong(node, "call", node.call, "give 1 to 64 characters")
-            if not 0.0 < node.timeout_s <= MAX_TOOL_S:  # also refuses NaN
-                remedy = f"give up to {MAX_TOOL_S:.0f} seconds, more than 0"
-                raise _wrong(node, "timeout_s", node.timeout_s, remedy)
+            if not node.timeout_s > 0.0:  # also refuses NaN
+                raise _wrong(node, "timeout_s", node.timeout_s, "give seconds, more than 0")
         case Map():
-            _check_count(node, "max_tokens", node.max_tokens)
             _check_count(node, "max_items", node.max_items)
             _check_wait(node, node.wait, node.max_items)
-
-
-def _check_text(node: Node, field: str, text: Text) -> None:
-    if len(parts(text)) > MAX_PARTS:
-        raise _wrong(node, field, len(text), f"give at most {MAX_PARTS} parts")
-    for i, part in enumerate(parts(text)):
-        if not isinstance(part, Ref):
-            continue
-        if bool(part.node) == part.item:
-            given = {"node": part.node, "item": part.item}
-            raise _wrong(node, f"{field}[{i}]", given, 'give {"node": name} or {"item": true}')
-        if part.item and not isinstance(node, Map):
-            raise _wrong(node, f"{field}[{i}]", {"item": True}, "only a map has items")
 
 
 def _check_count(node: Node, field: str, value: int) -> None:
@@ -150,7 +101,7 @@ def _check_count(node: Node, field: str, value: int) -> None:
 
 
 def _check_wait(node: Node, wait: Wait, n: int) -> None:
-    if isinstance(wait, int) and not 1 <= wait <= n:
+    if wait not in ("all", "first") and not (isinstance(wait, int) and 1 <= wait <= n):
         raise _wrong(node, "wait", wait, f"give all, first, or 1 to {n}")
 
 
@@ -171,33 +122,15 @@ def _check_edges(node: Node, known: Mapping[str, Node]) -> None:
                 f"edge {shown(name)[1:-1]} -> {node.name}: the graph has no node of the first name;"
                 f" it has {_listed(known)}"
             )
-    if node.parent and not isinstance(known[node.parent], _CAPSULED):
-        raise _wrong(
-            node,
-            "of",
-            node.parent,
-            f"a {_kind(known[node.parent])} leaves no capsule to go on from; name a prefill or a branch",
-        )
-    for name in _texts_of(node):
+    if node.parent and not isinstance(known[node.parent], Prefill | Branch):
+        kind = type(known[node.parent]).__name__.lower()
+        remedy = f"a {kind} leaves no capsule to go on from; name a prefill or a branch"
+        raise _wrong(node, "of", node.parent, remedy)
+    for name in node.reads:
         if isinstance(known[name], Prefill):
             raise InvalidGraph(
                 f"edge {name} -> {node.name}: a prefill has no output; take that of one of its branches"
             )
-
-
-def _texts_of(node: Node) -> list[str]:
-    """The nodes whose output, not only their capsule, it takes."""
-    match node:
-        case Join():
-            return node.inputs
-        case Map():
-            return [node.over, *refs(node)]
-        case _:
-            return [*refs(node)]
-
-
-def _kind(node: Node) -> str:
-    return type(node).__name__.lower()
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -206,42 +139,12 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(found[:MAX_NAMED]) + more
 
 
-_WHITE, _GREY, _BLACK = range(3)  # not seen; on the path that is walked; done, with all after it
-
-
-def _ordered(takers: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """The nodes, each after those that it takes from: reversed, as a walk in depth leaves them.
-
-    Raises InvalidGraph naming the edge that leads back to the path.
-    """
-    colours = dict.fromkeys(takers, _WHITE)
-    left: list[str] = []
-    for root in takers:
-        if colours[root] != _WHITE:
-            continue
-        colours[root] = _GREY
-        path: list[tuple[str, Iterator[str]]] = [(root, iter(takers[root]))]
-        while path:
-            node, rest = path[-1]
-            taker = next(rest, None)
-            if taker is None:
-                colours[node] = _BLACK
-                left.append(node)
-                path.pop()
-            elif colours[taker] == _GREY:
-                raise _cycle(taker, [name for name, _ in path])
-            elif colours[taker] == _WHITE:
-                colours[taker] = _GREY
-                path.append((taker, iter(takers[taker])))
-    return tuple(reversed(left))
-
-
-def _cycle(begin: str, path: list[str]) -> InvalidGraph:
-    ring = path[path.index(begin) :]
+def _cycle(ring: list[str]) -> InvalidGraph:
+    """Each node of `ring` is taken from by the next, and the last by the first."""
     told = ring if len(ring) <= MAX_NAMED else [*ring[: MAX_NAMED - 1], "...", ring[-1]]
-    around = " -> ".join((*told, begin))
+    around = " -> ".join((*told, ring[0]))
     return InvalidGraph(
-        f"edge {path[-1]} -> {begin} closes a cycle of {len(ring)} nodes ({around}); take one of"
+        f"edge {ring[-1]} -> {ring[0]} closes a cycle of {len(ring)} nodes ({around}); take one of"
         " its edges out"
     )
 

@@ -1,36 +1,27 @@
-"""Nodes of graphs as they are read from JSON, and what one takes from another.
+"""Nodes of graphs, and what one takes from another.
 
-`takes` of a node are those whose state or output it takes, each once, its parent first.
-
-A text is a string, or a list of parts: strings as they are, `{"node": name}` for the output of another node,
-and in a map `{"item": true}`. There are no templates: braces in a text stay braces. Where messages stand
-instead of a text, the model's chat template renders them.
+A text is a tuple of parts: strings as they are, handles for the outputs of other nodes, and in a map
+`Item()` for the item. There are no templates: braces in a text stay braces. Where messages stand instead of a
+text, the model's chat template renders them.
 """
 
-from collections.abc import Callable, Iterator
-from typing import Any, Final, Literal, TypeAlias
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
 
-class Ref(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A part of a text: the output of `node`, or the item that a map is at. One of the two is given."""
+class Handle(NamedTuple):
+    """A node of a graph, by its name."""
 
-    node: str = ""
-    item: bool = False
-
-
-Text: TypeAlias = str | list[str | Ref]
-ROLES: Final = ("system", "user", "assistant")
+    name: str
 
 
-class Turn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A message of a conversation; its role is one of `ROLES`."""
-
-    role: str
-    content: Text
+class Item(NamedTuple):
+    """The place in the text of a map where each item goes."""
 
 
+Text: TypeAlias = tuple[str | Handle | Item, ...]
 Filled: TypeAlias = str | list[dict[str, str]]
 """The beginning of a node, its parts filled in: a text, or messages with `role` and `content`."""
 
@@ -38,25 +29,48 @@ Wait: TypeAlias = Literal["all", "first"] | int
 """The inputs that are waited for: all of them, the first that is done, or as many as are done first."""
 
 
-class _Node(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"
-):
+class Turn(NamedTuple):
+    """A message of a conversation."""
+
+    role: str
+    content: Text
+
+
+class Node(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A step of a graph. It begins with a text, or with messages instead."""
+
     name: str
+    text: Text = ()
+    messages: tuple[Turn, ...] = ()
 
     @property
     def parent(self) -> str:
         """The node whose capsule it goes on from; empty: none."""
         return ""
 
+    @property
+    def texts(self) -> list[Text]:
+        """The texts with which it begins."""
+        return [turn.content for turn in self.messages] or [self.text]
 
-class Worded(_Node, frozen=True, kw_only=True):
-    """A node that begins with a text, or with messages instead."""
+    @property
+    def reads(self) -> list[str]:
+        """The nodes whose outputs it takes, as often as it does."""
+        return [part.name for text in self.texts for part in text if isinstance(part, Handle)]
 
-    text: Text = ""
-    messages: list[Turn] = []
+    @property
+    def takes(self) -> list[str]:
+        """The nodes whose capsule or output it takes, each once, its parent first."""
+        return list(dict.fromkeys([self.parent, *self.reads] if self.parent else self.reads))
+
+    def filled(self, fill: Callable[[Text], str]) -> Filled:
+        """Its beginning, where `fill` gives a text as a string."""
+        if self.messages:
+            return [{"role": turn.role, "content": fill(turn.content)} for turn in self.messages]
+        return fill(self.text)
 
 
-class Prefill(Worded, frozen=True, kw_only=True, tag="prefill"):
+class Prefill(Node, frozen=True, kw_only=True):
     """A text, or an open conversation, that is computed once. Branches fork its capsule; it has no output.
 
     `keep`: the capsule stays after the graph, here and in a branch.
@@ -64,126 +78,69 @@ class Prefill(Worded, frozen=True, kw_only=True, tag="prefill"):
 
     keep: bool = False
 
-    @property
-    def takes(self) -> list[str]:
-        return list(dict.fromkeys(refs(self)))
 
-
-class Branch(Worded, frozen=True, kw_only=True, tag="branch"):
-    """An answer after the capsule of `of`, a prefill or a branch, and `text` or `messages`: its output.
+class Drawn(Node, frozen=True, kw_only=True):
+    """Answers after the capsule of `of`, a prefill or a branch, and `text` or `messages`.
 
     With `at` it goes on from the first so many tokens of the capsule; those of a prefill need not all be
-    computed for it to begin. `sampling` has the fields of a fork that say how tokens are drawn, and when it
-    stops.
+    computed for it to begin. `sampling`: the fields of a fork that say how tokens are drawn.
     """
 
     of: str
     at: int | None = None
     max_tokens: int = 16
     sampling: dict[str, Any] = {}
-    keep: bool = False
 
     @property
     def parent(self) -> str:
         return self.of
 
+
+class Branch(Drawn, frozen=True, kw_only=True):
+    """One answer, which is its output."""
+
+    keep: bool = False
+
+
+class Map(Drawn, frozen=True, kw_only=True):
+    """An answer for each item of the output of `over`; its output is theirs, in order.
+
+    Items of a join and a map are their inputs' outputs, and those of a tool the list that it gave; another
+    output is split by `split`. Waits as a join does.
+    """
+
+    over: str
+    split: Literal["lines", "json"] = "lines"
+    max_items: int = 64
+    wait: Wait = "all"
+    separator: str = "\n"
+
     @property
-    def takes(self) -> list[str]:
-        return list(dict.fromkeys((self.of, *refs(self))))
+    def reads(self) -> list[str]:
+        return [self.over, *super().reads]
 
 
-class Join(_Node, frozen=True, kw_only=True, tag="join"):
+class Join(Node, frozen=True, kw_only=True):
     """The outputs of `inputs` that were waited for, in the order in which they are named here.
 
     Once it has them, those of the others that nothing else waits for are ended.
     """
 
-    inputs: list[str]
+    inputs: tuple[str, ...]
     wait: Wait = "all"
     separator: str = "\n"
 
     @property
-    def takes(self) -> list[str]:
-        return self.inputs
+    def reads(self) -> list[str]:
+        return list(self.inputs)
 
 
-class Tool(_Node, frozen=True, kw_only=True, tag="tool"):
-    """A call that the client carries out: `call` names it, its output is what the client says.
-
-    `timeout_s` is the time from the call to its result, of at most `max_tokens` tokens.
-    """
+class Tool(Node, frozen=True, kw_only=True):
+    """A call of a function with its text: `call` names it. Its result has at most `max_tokens` tokens."""
 
     call: str
-    input: Text = ""
     timeout_s: float = 60.0
     max_tokens: int = 1024
-
-    @property
-    def takes(self) -> list[str]:
-        return list(dict.fromkeys(refs(self)))
-
-
-class Map(Worded, frozen=True, kw_only=True, tag="map"):
-    """A branch of `of` for each item of the output of `over`; its output is their outputs, in order.
-
-    Items of a join and a map are their inputs' outputs, and those of a tool what its client listed; another
-    output is split by `split`. Waits as a join does.
-    """
-
-    of: str
-    over: str
-    split: Literal["lines", "json"] = "lines"
-    max_items: int = 64
-    max_tokens: int = 16
-    sampling: dict[str, Any] = {}
-    wait: Wait = "all"
-    separator: str = "\n"
-
-    @property
-    def at(self) -> None:
-        """Its branches go on from all of the capsule."""
-
-    @property
-    def parent(self) -> str:
-        return self.of
-
-    @property
-    def takes(self) -> list[str]:
-        return list(dict.fromkeys((self.of, self.over, *refs(self))))
-
-
-Node: TypeAlias = Prefill | Branch | Join | Tool | Map
-
-
-def parts(text: Text) -> list[str | Ref]:
-    """A text as a list."""
-    return [text] if isinstance(text, str) else text
-
-
-def texts_of(node: Node) -> dict[str, Text]:
-    """The texts with which a node begins, by the fields that they stand in; a join has none."""
-    match node:
-        case Join():
-            return {}
-        case Tool():
-            return {"input": node.input}
-        case _ if node.messages:
-            return {f"messages[{i}].content": turn.content for i, turn in enumerate(node.messages)}
-        case _:
-            return {"text": node.text}
-
-
-def filled(node: Node, fill: Callable[[Text], str]) -> Filled:
-    """The beginning of a node, where `fill` gives a text as a string."""
-    if isinstance(node, Worded) and node.messages:
-        return [{"role": turn.role, "content": fill(turn.content)} for turn in node.messages]
-    return "".join(map(fill, texts_of(node).values()))
-
-
-def refs(node: Node) -> Iterator[str]:
-    """The nodes that its texts have the outputs of, as often as they have them."""
-    for text in texts_of(node).values():
-        yield from (part.node for part in parts(text) if isinstance(part, Ref) and part.node)
 
 
 def num_awaited(wait: Wait, n: int) -> int:

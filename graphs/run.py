@@ -6,8 +6,8 @@ nothing waits for any more is cancelled. Equal inputs at equal times give equal 
 
 A branch at a place of a prefill is ready once that has begun; all others, when what they take from is done.
 
-A run may take over what an earlier one of the same graph had done: these nodes are done as soon as they would
-be started, in the order in which they were, and are not started.
+A run may take over what an earlier one of the same graph had done: these nodes are done at once, in the order
+in which they were, and are not started.
 
 A node is claimed by each node that takes from it and is not over, and by the graph if it is an output. A
 join that has what it waited for is over, so its claims fall, and what was claimed by it alone is ended.
@@ -16,32 +16,57 @@ join that has what it waited for is over, so its claims fall, and what was claim
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
-from math import inf
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-from mallee.graphs.effects import Cancel, Effect, Ended, Expanded, Over, Release, Start
-from mallee.graphs.graph import Graph
+from mallee.graphs.graph import CheckedGraph
 from mallee.graphs.nodes import (
     Branch,
+    Drawn,
     Filled,
+    Handle,
+    Item,
     Join,
     Map,
     Node,
     Prefill,
-    Ref,
     Text,
     Tool,
-    filled,
     num_awaited,
-    parts,
 )
-from mallee.protocol.errors import BudgetSpent, InvalidParameter, MalleeError, ToolTimeout
+from mallee.protocol.errors import InvalidParameter, MalleeError
 
 Status: TypeAlias = Literal["waiting", "queued", "running", "done", "failed", "cancelled"]
 _OPEN: Final = ("waiting", "queued", "running")
+
+
+class Start(NamedTuple):
+    """Nodes to start, with what they begin with: a prefill, a call, or branches that are one fork."""
+
+    nodes: tuple[str, ...]
+    texts: tuple[Filled, ...]
+
+
+class Cancel(NamedTuple):
+    """A node that was started is to be ended. Nothing of it may be left, and nothing has to be told of it."""
+
+    node: str
+
+
+class Release(NamedTuple):
+    """The capsule of a node is needed no more. Once for each capsule that does not outlive the graph."""
+
+    node: str
+
+
+class Ended(NamedTuple):
+    """A node is over. Once for each node."""
+
+    node: str
+
+
+Effect: TypeAlias = Start | Cancel | Release | Ended
 
 
 class RunLimits(NamedTuple):
@@ -53,7 +78,7 @@ class RunLimits(NamedTuple):
 
 
 class Output(NamedTuple):
-    """The output of a node. `items` of joins, maps, and tools whose client listed them."""
+    """The output of a node. `items` of joins, maps, and tools that gave a list."""
 
     text: str = ""
     items: tuple[str, ...] | None = None
@@ -74,15 +99,13 @@ class NodeRun:
     name: str
     node: Node
     takers: tuple[str, ...]
-    inputs: list[str]
-    claims: int
-    holders: int  # open nodes that go on from its capsule
-    needed: int  # inputs that are waited for
+    inputs: list[str] = field(default_factory=list)
+    claims: int = 1
+    holders: int = 0  # open nodes that go on from its capsule
+    needed: int = 0  # inputs that are waited for
     item: tuple[int, str] | None = None  # of a map: its number and its text
     status: Status = "waiting"
-    done: set[str] = field(
-        default_factory=set
-    )  # inputs, as they were told of; the first ones count
+    done: set[str] = field(default_factory=set)  # inputs; the first ones count
     num_lost: int = 0
     after: str | None = None
     ready_s: float | None = None
@@ -109,74 +132,50 @@ class NodeRun:
         """Whether its capsule outlives the graph."""
         return isinstance(self.node, Prefill | Branch) and self.node.keep
 
-
-@dataclass(slots=True)
-class _Queue:
-    """Nodes that are ready to be started, in groups that may go together; the oldest group first."""
-
-    groups: dict[tuple[object, ...], dict[str, None]] = field(default_factory=dict)
-
-    def add(self, key: tuple[object, ...], name: str) -> None:
-        self.groups.setdefault(key, {})[name] = None
-
-    def drop(self, key: tuple[object, ...], name: str) -> None:
-        del self.groups[key][name]
-        if not self.groups[key]:
-            del self.groups[key]
-
-    def take(self, most: int) -> list[str]:
-        """Up to `most` of the oldest group."""
-        key, group = next(iter(self.groups.items()))
-        found = list(group)[:most]
-        for name in found:
-            self.drop(key, name)
-        return found
+    @property
+    def kind(self) -> str:
+        """The kind of the node; an item of a map is a branch."""
+        return "branch" if self.item is not None else type(self.node).__name__.lower()
 
 
 class Run:
     """The life of every node of one graph. `now` are seconds of any clock that does not go back.
 
-    At `due` all that is not over fails. `done`: outputs of nodes of an earlier run, as they ended.
+    `done`: outputs of nodes of an earlier run, as they ended, without joins and maps, which follow from them.
     """
 
     def __init__(
         self,
-        graph: Graph,
+        graph: CheckedGraph,
         limits: RunLimits,
         now: float,
-        due: float | None = None,
         done: Mapping[str, Output] = NO_NODES,
     ) -> None:
         self.graph = graph
         self.wall_s: float | None = None  # once it is over
-        self.nodes: dict[str, NodeRun] = {
-            name: _begun(graph, name) for name in graph.nodes
-        }  # items of maps come behind
+        # Items of maps come behind.
+        self.nodes: dict[str, NodeRun] = {name: _begun(graph, name) for name in graph.nodes}
         self._limits = limits
         self._began = now
-        self._due = inf if due is None else due
         self._is_cancelled = False
         self._num_open = len(self.nodes)
         self._num_running = self._num_calling = 0
-        self._queue, self._calls = _Queue(), _Queue()
-        self._dues: dict[str, float] = {}  # of calls
+        self._queue: dict[tuple[object, ...], list[str]] = {}  # what may be one fork; oldest first
+        self._calls: deque[str] = deque()
         self._ended: deque[NodeRun] = deque()  # whose end is to be told to their takers
         self._closed: deque[NodeRun] = deque()  # whose claims are to fall
         self._last = ""  # to end
-        self._known = {name: (place, output) for place, (name, output) in enumerate(done.items())}
-        self._resuming: list[tuple[int, str]] = []  # a heap of those that are ready
+        self._known = dict(done)  # until they are taken over
         self._effects: list[Effect] = []
         for node in list(self.nodes.values()):
-            if node.name in self._known and self._is_early(node):
-                node.done.add(node.node.parent)  # which need not be there again
-            if len(node.done) == node.needed:
+            if node.needed == 0:
                 self._ready(node, None, now)
         self._spread(now)
 
     # What happened
 
     def started(self, name: str, now: float) -> None:
-        """A worker, or the client, has taken the node."""
+        """A node that was started has been sent. Of a prefill that is forked early: its capsule has an id."""
         node = self.nodes[name]
         if node.is_open and node.start_s is None:
             node.start_s = now - self._began
@@ -192,42 +191,28 @@ class Run:
 
     def finished(self, name: str, output: Output, now: float) -> None:
         """The node is done; what is computed has left a capsule. One that was ended before gives it back."""
-        self._finish(self.nodes[name], output, now)
+        node = self.nodes[name]
+        assert node.status == "running" or not node.is_open, "only what was started can be done"
+        self._finish(node, output, now)
         self._spread(now)
 
-    def failed(self, name: str, error: MalleeError, now: float) -> None:
-        """The node has failed, and has left no capsule."""
+    def lost(self, name: str, error: MalleeError | None, now: float) -> None:
+        """The node has failed, or was ended from elsewhere; it has left no capsule."""
         node = self.nodes[name]
         if node.is_open:
             node.error = error
-            self._settle(node, "failed", now)
+            self._settle(node, "failed" if error is not None else "cancelled", now)
             self._spread(now)
 
-    def cancelled(self, name: str, now: float) -> None:
-        """The node was ended from elsewhere."""
-        if self.nodes[name].is_open:
-            self._settle(self.nodes[name], "cancelled", now)
-            self._spread(now)
-
-    def cancel(self, now: float) -> None:
-        """End all that is not over."""
-        self._is_cancelled = self._is_cancelled or self.wall_s is None
-        self._end_all("cancelled", None, now)
-
-    def on_time(self, now: float) -> float | None:
-        """End what is too late; returns when to call next, or None."""
-        if now >= self._due:
-            self._end_all("failed", BudgetSpent("wall_s", "its time is over"), now)
-        for name in [name for name, due in self._dues.items() if now >= due]:
-            tool = self.nodes[name].node
-            assert isinstance(tool, Tool)
-            self._effects.append(Cancel(name))
-            self.failed(name, ToolTimeout(tool.call, tool.timeout_s), now)
-        if self.wall_s is not None:
-            return None
-        next_due = min(self._dues.values(), default=inf)
-        next_due = min(next_due, self._due)
-        return None if next_due == inf else next_due
+    def end(self, error: MalleeError | None, now: float) -> None:
+        """End all that is not over: cancelled, or failed by `error`."""
+        if self.wall_s is None:
+            self._is_cancelled = error is None
+        for node in self.nodes.values():
+            if node.is_open:
+                node.error = error
+                self._end(node, "cancelled" if error is None else "failed", now)
+        self._spread(now)
 
     def effects(self) -> list[Effect]:
         """The effects since the last call, in order."""
@@ -258,8 +243,7 @@ class Run:
 
     def is_forked(self, name: str) -> bool:
         """Whether other nodes of the graph go on from its capsule."""
-        found = self.nodes[name]
-        return any(self.nodes[each].node.parent == name for each in found.takers)
+        return any(self.nodes[each].node.parent == name for each in self.nodes[name].takers)
 
     def path(self) -> list[tuple[str, float]]:
         """The chain of nodes that ended last, each with the seconds from the end of the one before.
@@ -277,55 +261,24 @@ class Run:
             name = node.after
         return found[::-1]
 
-    def check(self) -> None:
-        """Raises AssertionError unless counts follow from the nodes, and something is under way."""
-        states = self.nodes.values()
-        running = [node for node in states if node.status == "running"]
-        calls = [node.name for node in running if isinstance(node.node, Tool)]
-        computed = [node.name for node in running if node.leaves_capsule]
-        queued = {node.name for node in states if node.status == "queued"}
-        groups = [*self._queue.groups.values(), *self._calls.groups.values()]
-        assert self._num_running == len(computed) <= self._limits.running
-        assert self._num_calling == len(calls) <= self._limits.tools
-        assert {*self._dues} == {*calls}
-        assert queued == {name for group in groups for name in group}
-        assert self._num_open == sum(node.is_open for node in states)
-        assert (self.wall_s is not None) == (self._num_open == 0)
-        assert self.wall_s is not None or computed or calls, (
-            "nothing is under way, and it is not over"
-        )
-        for node in states:
-            by = sum(self.nodes[name].is_open for name in node.takers)
-            assert node.claims == by + (node.name in self.graph.outputs)
-            assert node.is_open <= (node.claims > 0), "what nothing needs is over"
-
     # The life of one node
 
     def _ready(self, node: NodeRun, after: str | None, now: float) -> None:
         """All that it takes is there."""
         node.after = after
         node.ready_s = now - self._began
-        node.status = "queued"
         if node.name in self._known:
-            self._resume(node)
-            return
+            return  # it is taken over when its turn comes
+        node.status = "queued"
         match node.node:
             case Map() if node.item is None:
                 self._expand(node, now)
             case Join():
                 self._gathered(node, node.node.separator, now)
             case Tool():
-                self._calls.add((node.name,), node.name)
+                self._calls.append(node.name)
             case _:
-                self._queue.add(_group(node, self.is_forked(node.name)), node.name)
-
-    def _resume(self, node: NodeRun) -> None:
-        """Count a node as one that runs; it is done as soon as those that were done before it are."""
-        node.is_resumed = True
-        node.status = "running"
-        self._count(node, 1)
-        place, _ = self._known[node.name]
-        heappush(self._resuming, (place, node.name))
+                self._queue.setdefault(self._group(node), []).append(node.name)
 
     def _expand(self, node: NodeRun, now: float) -> None:
         """Have a map run once for each item."""
@@ -339,8 +292,7 @@ class Run:
             node.error = error
             self._settle(node, "failed", now)
             return
-        names = tuple(f"{node.name}[{i}]" for i in range(len(items)))
-        self._effects.append(Expanded(node.name, names))
+        names = [f"{node.name}[{i}]" for i in range(len(items))]
         node.done.clear()
         node.needed = num_awaited(spec.wait, len(items))
         if not items:
@@ -350,17 +302,7 @@ class Run:
         node.inputs = [*names, *node.inputs]
         self._num_open += len(names)
         for i, name in enumerate(names):
-            fresh = NodeRun(
-                name=name,
-                node=spec,
-                takers=(node.name,),
-                inputs=[],
-                claims=1,
-                holders=0,
-                needed=0,
-                item=(i, items[i]),
-            )
-            self.nodes[name] = fresh
+            self.nodes[name] = NodeRun(name, spec, (node.name,), item=(i, items[i]))
         for name in names:
             self._ready(self.nodes[name], after, now)
 
@@ -370,7 +312,6 @@ class Run:
                 node.has_capsule = True
                 self._effects.append(Release(node.name))
             return
-        assert node.status == "running", "only what was started can be done"
         node.start_s = now - self._began if node.start_s is None else node.start_s
         node.has_capsule = node.leaves_capsule
         node.output = output
@@ -417,10 +358,6 @@ class Run:
     def _settle(self, node: NodeRun, status: Status, now: float) -> None:
         if node.status == "running":
             self._count(node, -1)
-        elif node.status == "queued" and isinstance(node.node, Tool):
-            self._calls.drop((node.name,), node.name)
-        elif node.status == "queued" and node.leaves_capsule:
-            self._queue.drop(_group(node, self.is_forked(node.name)), node.name)
         node.status = status
         node.end_s = now - self._began
         self._num_open -= 1
@@ -434,39 +371,27 @@ class Run:
             self._effects.append(Cancel(node.name))
         self._settle(node, status, now)
 
-    def _end_all(self, status: Status, error: MalleeError | None, now: float) -> None:
-        for node in self.nodes.values():
-            if node.is_open:
-                node.error = error
-                self._end(node, status, now)
-        self._spread(now)
-
     def _count(self, node: NodeRun, change: int) -> None:
         """Count a node that is begun, or over."""
-        if isinstance(node.node, Tool):
-            self._num_calling += change
-            if change < 0:
-                self._dues.pop(node.name, None)  # one that was resumed has none
-        elif node.leaves_capsule:
-            self._num_running += change
+        self._num_calling += change * isinstance(node.node, Tool)
+        self._num_running += change * node.leaves_capsule
 
     # All of them
 
     def _spread(self, now: float) -> None:
         """Tell all ends to those that they concern, then start what there is room for."""
         self._tell_ends(now)
-        while self._resuming:
-            _, name = heappop(self._resuming)
-            self._finish(self.nodes[name], self._known[name][1], now)
-            self._tell_ends(now)
-        self._fill(now)
+        for name in [*self._known]:
+            if name in self.nodes:
+                self.nodes[name].is_resumed = True
+                self._finish(self.nodes[name], self._known.pop(name), now)
+                self._tell_ends(now)
+        self._fill()
 
     def _tell_ends(self, now: float) -> None:
-        was_over = self.wall_s is not None
         while self._ended or self._closed:
-            if (
-                self._ended
-            ):  # first: what can't be done has failed, though nothing needs it any more
+            # Ends first: what can't be done has failed, though nothing needs it any more.
+            if self._ended:
                 ended = self._ended.popleft()
                 for name in ended.takers:
                     if self.nodes[name].is_open:
@@ -474,9 +399,8 @@ class Run:
                 self._closed.append(ended)
             else:
                 self._close(self._closed.popleft(), now)
-        if self._num_open == 0 and not was_over:
+        if self._num_open == 0 and self.wall_s is None:
             self.wall_s = now - self._began
-            self._effects.append(Over())
 
     def _close(self, ended: NodeRun, now: float) -> None:
         """Give up all that a node held."""
@@ -500,19 +424,36 @@ class Run:
             node.holders = -1
             self._effects.append(Release(node.name))
 
-    def _fill(self, now: float) -> None:
+    def _fill(self) -> None:
+        """Start what there is room for; what has ended in a queue is passed over."""
         limits = self._limits
-        while self._queue.groups and self._num_running < limits.running:
+        while self._queue and self._num_running < limits.running:
+            key = next(iter(self._queue))
+            names = [name for name in self._queue.pop(key) if self.nodes[name].is_open]
             room = min(limits.running - self._num_running, limits.fork)
-            self._start(self._queue.take(room))
-        while self._calls.groups and self._num_calling < limits.tools:
-            (name,) = self._calls.take(1)
-            tool = self.nodes[name].node
-            assert isinstance(tool, Tool)
-            self._dues[name] = now + tool.timeout_s
-            self._start([name])
+            if names[room:]:
+                self._queue = {key: names[room:], **self._queue}
+            self._start(names[:room])
+        while self._calls and self._num_calling < limits.tools:
+            name = self._calls.popleft()
+            self._start([name] if self.nodes[name].is_open else [])
+
+    def _group(self, node: NodeRun) -> tuple[object, ...]:
+        """Equal for nodes that can go out as one fork.
+
+        One that draws by a seed of its own goes alone: a fork's branches draw by their places in it.
+        """
+        spec = node.node
+        if not isinstance(spec, Drawn):
+            return (node.name,)
+        is_seeded = "seed" in spec.sampling and spec.sampling.get("temperature") != 0
+        alone = node.name if is_seeded else ""
+        draws = (spec.of, spec.at, spec.max_tokens, msgspec.json.encode(spec.sampling))
+        return (*draws, self.is_forked(node.name), node.stays, alone)
 
     def _start(self, names: list[str]) -> None:
+        if not names:
+            return
         for name in names:
             self.nodes[name].status = "running"
             self._count(self.nodes[name], 1)
@@ -520,37 +461,28 @@ class Run:
         self._effects.append(Start(tuple(names), texts))
 
     def _text(self, node: NodeRun) -> Filled:
-        return filled(node.node, lambda text: "".join(self._strings(text, node)))
+        return node.node.filled(lambda text: "".join(self._strings(text, node)))
 
     def _strings(self, text: Text, node: NodeRun) -> Iterator[str]:
-        for part in parts(text):
-            if not isinstance(part, Ref):
-                yield part
-            elif part.item:
-                assert node.item is not None
-                yield node.item[1]
-            else:
-                yield self.nodes[part.node].output.text
+        for part in text:
+            match part:
+                case Handle(name):
+                    yield self.nodes[name].output.text
+                case Item():
+                    assert node.item is not None
+                    yield node.item[1]
+                case _:
+                    yield part
 
 
-def _begun(graph: Graph, name: str) -> NodeRun:
+def _begun(graph: CheckedGraph, name: str) -> NodeRun:
     """A node before anything has happened."""
-    node = graph.nodes[name]
-    takers = graph.takers[name]
-    holders = sum(graph.nodes[taker].parent == name for taker in takers)
-    needed = len(node.takes)
-    if isinstance(node, Join):
-        needed = num_awaited(node.wait, needed)
+    node, takers = graph.nodes[name], graph.takers[name]
+    num = len(node.takes)
     claims = len(takers) + (name in graph.outputs)
-    return NodeRun(
-        name=name,
-        node=node,
-        takers=takers,
-        inputs=[*node.takes],
-        claims=claims,
-        holders=holders,
-        needed=needed,
-    )
+    holders = sum(graph.nodes[taker].parent == name for taker in takers)
+    needed = num_awaited(node.wait, num) if isinstance(node, Join) else num
+    return NodeRun(name, node, takers, node.takes, claims, holders, needed)
 
 
 def _num_inputs(node: NodeRun) -> int:
@@ -560,28 +492,13 @@ def _num_inputs(node: NodeRun) -> int:
     return len(node.inputs)
 
 
-def _group(node: NodeRun, is_forked: bool) -> tuple[object, ...]:
-    """Equal for nodes that can go out as one fork.
-
-    One that draws by a seed of its own goes alone: a fork's branches draw by their places in it.
-    """
-    spec = node.node
-    if not isinstance(spec, Branch | Map):
-        return (node.name,)
-    is_seeded = "seed" in spec.sampling and spec.sampling.get("temperature") != 0
-    alone = node.name if is_seeded else ""
-    sampling = msgspec.json.encode(spec.sampling)
-    return (spec.of, spec.at, spec.max_tokens, sampling, is_forked, node.stays, alone)
-
-
 def _items(spec: Map, output: Output) -> list[str]:
     """The items of a map. Raises InvalidParameter: too many, too few to wait for, or no list."""
     found = list(output.items) if output.items is not None else _split(spec, output.text)
     if len(found) > spec.max_items:
         remedy = f"{spec.over} has {len(found)} items; raise it, or have fewer"
         raise InvalidParameter("max_items", spec.max_items, remedy)
-    needed = num_awaited(spec.wait, len(found))
-    if needed > len(found):
+    if num_awaited(spec.wait, len(found)) > len(found):
         raise InvalidParameter("wait", spec.wait, f"{spec.over} has {len(found)} items")
     return found
 

@@ -16,8 +16,6 @@
     |  |- SessionClosed           an answer's session was closed                           (409)
     |  |- Superseded              other tokens took the place of those to be injected      (409)
     |  |- BudgetSpent             nothing is left of the budget that bounds a request      (409)
-    |  |- NotAwaited              a result of a node that waits for none                    (409)
-    |  |- GraphRunning            a graph that is to be resumed has not stopped           (409)
     |  |- ToolFailed              a client says that the call of a graph's node failed      (409)
     |  |- ToolTimeout             a client gave no result of a call in time                 (408)
     |  |- SlowReader              the client doesn't read its answer                       (408)
@@ -29,7 +27,6 @@
     |  |- UnknownText             the text of a capsule is not known any more
     |  |- UnknownRequest          no such request is remembered: it is too old, or never was
     |  |- UnknownBranch           no such branch runs: it is over, or never was
-    |  |- UnknownGraph            no such graph is remembered, or no such node of it
     |  |- CapsuleAbandoned        it was given up before it was computed
     |  `- CapsuleLost             it went with its worker, and can't be computed again         (410)
     |- Unavailable              right request, wrong moment                              (503)
@@ -333,32 +330,6 @@ class BudgetSpent(BadRequest):
         )
 
 
-class NotAwaited(BadRequest):
-    status = 409
-    code = "result_not_awaited"
-
-    def __init__(self, node: str, state: str) -> None:
-        super().__init__(
-            f"node {shown(node)} is {state}: a result is taken of a tool whose call is under way, once",
-            param="node",
-            node=node,
-            state=state,
-        )
-
-
-class GraphRunning(BadRequest):
-    status = 409
-    code = "graph_running"
-
-    def __init__(self, graph: str) -> None:
-        super().__init__(
-            f"graph {shown(graph)} runs: only one that has stopped can be resumed; delete it, or retry when"
-            " its gateway has noticed that nobody reads it",
-            param="resume",
-            graph=graph[:MAX_SHOWN],
-        )
-
-
 class ToolFailed(BadRequest):
     """`why` is the client's own text."""
 
@@ -467,21 +438,6 @@ class UnknownBranch(NotFound):
             " was; an answer that has ended names the capsule that it left",
             request=request,
             branch=branch,
-        )
-
-
-class UnknownGraph(NotFound):
-    """`node` is the one that is asked for, if one is."""
-
-    code = "graph_not_found"
-
-    def __init__(self, graph: str, node: str = "") -> None:
-        what = f"node {shown(node)} of graph {shown(graph)}" if node else f"graph {shown(graph)}"
-        super().__init__(
-            f"{what} is not known: it never was, is of another scope, ended a while ago, or went with its"
-            " gateway (then send it again with `resume`)",
-            graph=graph[:MAX_SHOWN],
-            node=node[:MAX_SHOWN],
         )
 
 

@@ -299,10 +299,6 @@ class HttpSettings(Settings):
     """Seconds for which a gateway gives the answer of an `Idempotency-Key` again."""
     replay_max_mib: AtLeastOne = 64
     """Memory for such answers; one has at most an eighth of it, and the oldest go first."""
-    max_graphs: AtLeastOne = 64
-    """Graphs that run at once at a gateway; more get 503. As many that are over are kept."""
-    graph_ttl_s: Positive = 600.0
-    """Seconds for which a gateway remembers a graph that is over."""
     callbacks: tuple[str, ...] = ()
     """URLs that requests may have called, each with all paths below it, as
     `[http://127.0.0.1:9000/verify]`: verifiers that score branches while they are drawn

@@ -42,7 +42,7 @@ ARROWS: dict[str, set[str]] = {
     "client": {"protocol", "graphs", "search", "client"},
     "runtime": {"protocol", "runtime"},
     "gateway": {"protocol", "router", "worker", "sessions", "runtime", "gateway"},
-    "api": {"protocol", "router", "graphs", "search", "runtime", "gateway", "api"},
+    "api": {"protocol", "router", "search", "runtime", "gateway", "api"},
     "actors": {
         *("protocol", "router", "worker", "mocker", "runtime", "gateway", "api", "actors"),
     },

@@ -6,9 +6,7 @@ from typing import Any, Final, NamedTuple
 
 from mallee.api.capsules.bulk import MAX_AGE_S, TIERS
 from mallee.api.entry.pages import MAX_LISTED
-from mallee.api.graphs.requests import GraphRequest, ResultRequest
 from mallee.api.messages.errors import OVERLOADED
-from mallee.api.openapi import bodies
 from mallee.api.search.requests import SearchAnswer, SearchRequest
 from mallee.protocol.api import capsules, generate, messages, operator, responses, sessions, shared
 
@@ -85,13 +83,6 @@ _RESPONSE: Final = "/v1/responses/{response}"
 _CONVERSATION: Final = "/v1/conversations/{conversation}"
 _ITEMS: Final = {**_PAGE, "order": {"type": "string", "enum": ["asc", "desc"]}}
 _BRANCH: Final = "/v1/requests/{request}/branches/{branch}"
-_GRAPH: Final = "/v1/graphs/{graph}"
-_NODES: Final = [
-    {"kind": "prefill", "name": "doc", "text": "A mallee is"},
-    {"kind": "branch", "name": "one", "of": "doc", "text": " a tree", "max_tokens": 8},
-    {"kind": "branch", "name": "two", "of": "doc", "text": " a bird", "max_tokens": 8},
-    {"kind": "join", "name": "both", "inputs": ["one", "two"]},
-]
 _RECORD: Final = f"{_SESSION}/record"
 
 
@@ -328,38 +319,6 @@ OPERATIONS: Final = (
         "Drop an item",
         responses.ConversationBody,
         refusals=(404,),
-    ),
-    Operation(
-        method="POST",
-        path="/v1/graphs",
-        handler="graphs.create",
-        summary="Run a graph of prefills, branches, joins and tools",
-        answer=bodies.GraphBody,
-        body=GraphRequest,
-        example={"nodes": _NODES},
-        refusals=(404, 409),
-        streams=True,
-    ),
-    Operation(
-        "GET", _GRAPH, "graphs.get", "A graph as it stands", bodies.GraphBody, refusals=(404,)
-    ),
-    Operation(
-        "DELETE",
-        _GRAPH,
-        "graphs.delete",
-        "Cancel a graph, and forget it",
-        bodies.GraphDeleted,
-        refusals=(404,),
-    ),
-    Operation(
-        method="POST",
-        path=f"{_GRAPH}/nodes/{{node}}/result",
-        handler="graphs.result",
-        summary="The result of a tool's call",
-        answer=bodies.GraphResult,
-        body=ResultRequest,
-        example={"output": "42"},
-        refusals=(404, 409),
     ),
     Operation("GET", "/v1/models", "models", "The models served: one", generate.ModelList),
     Operation(
@@ -637,16 +596,6 @@ OPERATIONS: Final = (
         "sessions.close",
         "End it: release its capsules, end its requests",
         sessions.SessionClosed,
-        refusals=(404,),
-    ),
-    Operation(
-        method="POST",
-        path="/close_session",
-        handler="sessions.close_named",
-        summary="End a session, as SGLang's clients do",
-        answer=sessions.SessionClosed,
-        body=sessions.CloseSessionRequest,
-        example={"session_id": "s"},
         refusals=(404,),
     ),
     Operation(

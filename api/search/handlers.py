@@ -236,7 +236,7 @@ class SearchHandlers:
     def _result(self, request: Request, run: Run) -> SearchAnswer:
         """The result of a search, which is counted now."""
         server, result = self._server, run.search.result()
-        server.count_search(result.reason, age_s(request))
+        server.gateway.context.metrics.searched(result.reason, age_s(request))
         size = server.gateway.context.router.config.block_size
         return SearchAnswer(
             **msgspec.structs.asdict(result),

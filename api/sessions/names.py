@@ -20,10 +20,9 @@ from typing import Final, NamedTuple
 
 from starlette.datastructures import Headers
 
-from mallee.protocol.api.shared import AnyRequest
+from mallee.protocol.api.shared import MAX_SESSION, AnyRequest
 from mallee.protocol.errors import InvalidParameter
 
-MAX_SESSION: Final = 128  # characters
 FINAL_HEADER: Final = "x-dynamo-session-final"
 _TRUE: Final = ("true", "1")
 

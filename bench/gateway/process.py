@@ -20,7 +20,7 @@ import uvicorn
 
 from bench.gateway.backends import BLOCK_SIZE, SECRET, SPEC, read_events
 from bench.measure import run_async
-from mallee.api.api import build_api
+from mallee.api.api import ApiSettings, Draws, Entry, ServedModel, build_api
 from mallee.gateway.access.access import Access
 from mallee.gateway.access.scopes import Scopes
 from mallee.gateway.gateway import Gateway
@@ -32,7 +32,6 @@ from mallee.protocol.hashing import Tokens
 from mallee.protocol.subjects import Subjects
 from mallee.router.config import RouterConfig
 from mallee.router.router import Router
-from mallee.runtime.config import HttpSettings
 from mallee.runtime.tasks import Tasks
 from mallee.runtime.transport.address import Address
 from mallee.runtime.transport.link import Transport
@@ -102,17 +101,10 @@ async def serve(port: int, workers: list[str], events: str, path: Path | None) -
     tokenizer, chat = _text_side(path)
     api = build_api(
         gateway,
-        tokenizer,
-        chat,
-        access=Access(None, {}),
-        scopes=scopes,
-        model_name="m",
-        limits=HttpSettings(),
-        created=int(time.time()),
-        clock=time.time,
-        new_id=lambda: uuid.uuid4().hex,
-        draw_seed=lambda: secrets.randbits(64),
-        count_answer=metrics.answered,
+        ServedModel("m", tokenizer, chat, created=int(time.time())),
+        Entry(Access(None, {}), scopes),
+        ApiSettings(),
+        Draws(lambda: uuid.uuid4().hex, lambda: secrets.randbits(64)),
     )
     await gateway.start_up()
     reader, writer = await asyncio.open_unix_connection(events)  # without it nothing is measured

@@ -68,12 +68,16 @@ class CountedClient(Mallee):
     def __init__(self, url: str) -> None:
         self.transport = CountedTransport()
         self.opened: list[Branches] = []
-        super().__init__(url, timeout_s=TIMEOUT_S, transport=self.transport)
+        http = httpx.Client(transport=self.transport)
+        super().__init__(url, timeout=TIMEOUT_S, http_client=http)
 
     def _open(self, call: Call) -> Branches:
         branches = super()._open(call)
         self.opened.append(branches)
         return branches
+
+    def close(self) -> None:
+        self.transport.close()
 
     def tokens(self) -> tuple[int, int]:
         """Prompt tokens that its requests had computed, and tokens drawn."""

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from mallee.cli.demo.search import search_table, searched, verdict
 from mallee.cli.demo.text import DOCUMENT, QUESTIONS
-from mallee.cli.options import JsonOption, ModelOption, fail, require_serve_extra
+from mallee.cli.options import JsonOption, ModelOption, fail, print_json, require_serve_extra
 from mallee.cli.serving.signals import catch_signals, until_interrupted
 from mallee.protocol.errors import ModelNotFound
 
@@ -61,7 +61,7 @@ def demo(
     with redirect_stdout(sys.stderr) if as_json else nullcontext():  # Ray's messages, if any
         report = run_demo(model, workers=workers, max_tokens=max_tokens, keep=keep, quiet=as_json)
     if as_json:
-        sys.stdout.write(json.dumps(report) + "\n")
+        print_json(report)
 
 
 def run_demo(
@@ -147,7 +147,7 @@ def _search(client: "Mallee", console: Console) -> dict[str, Any]:
         " the score is a token's probability, the geometric mean"
     )
     with client.prefill(messages=messages, add_generation_prompt=True) as capsule:
-        ways = searched(client.base_url, capsule.id)
+        ways = searched(client, capsule.id)
     console.print(search_table(ways))
     console.print(verdict(ways))
     return ways

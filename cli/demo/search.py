@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from rich.table import Table
 
 if TYPE_CHECKING:
-    import httpx
+    from mallee.client import Mallee
 
 SEED: Final = 1
 ANSWER_TOKENS: Final = 48
@@ -21,26 +21,22 @@ BEAM: Final = {
     **{"type": "beam", "width": 2, "branch": 4, "step_tokens": STEP_TOKENS},
     "depth": ANSWER_TOKENS // STEP_TOKENS,
 }
-TIMEOUT_S: Final = 300.0
 
 
-def searched(base_url: str, capsule: str) -> dict[str, Any]:
+def searched(client: "Mallee", capsule: str) -> dict[str, Any]:
     """Of samples and of the search {"drawn", "prefill_tokens", "score", "total_ms", "text"}.
 
     Samples may end early: the search's budget is what they have drawn.
     """
-    import httpx  # takes 100 ms to import, and only the demo needs it
-
-    with httpx.Client(base_url=base_url, timeout=TIMEOUT_S) as client:
-        samples = _asked(client, {"capsule": capsule, "policy": SAMPLES})
-        budget = {"tokens": samples["drawn"]}
-        search = _asked(client, {"capsule": capsule, "policy": BEAM, "budget": budget})
+    samples = _asked(client, {"capsule": capsule, "policy": SAMPLES})
+    budget = {"tokens": samples["drawn"]}
+    search = _asked(client, {"capsule": capsule, "policy": BEAM, "budget": budget})
     return {"samples": samples, "search": search}
 
 
-def _asked(client: "httpx.Client", body: dict[str, Any]) -> dict[str, Any]:
+def _asked(client: "Mallee", body: dict[str, Any]) -> dict[str, Any]:
     begin = time.perf_counter()
-    found = client.post("/v1/search", json={**body, "seed": SEED}).raise_for_status().json()
+    found = client.post("/v1/search", {**body, "seed": SEED})
     return {
         "drawn": found["spent"]["completion_tokens"],
         "prefill_tokens": found["spent"]["prefill_tokens"],

@@ -1,7 +1,6 @@
 """`mallee doctor`: what this machine lacks to serve, each with its remedy."""
 
 import importlib.metadata
-import json
 import os
 import platform
 import resource
@@ -19,8 +18,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from mallee import __version__
-from mallee.cli.options import COMPUTING_PACKAGES, SERVING_PACKAGES, JsonOption
-from mallee.cli.remote.service import DEFAULT_URL, UrlOption, ask
+from mallee.cli.options import COMPUTING_PACKAGES, SERVING_PACKAGES, JsonOption, print_json
+from mallee.cli.remote.service import DEFAULT_URL, UrlOption, open_client
+from mallee.client import ConnectionFailed, InvalidParameter
 from mallee.protocol.errors import ConfigError
 
 MIN_PYTHON: Final = (3, 11)
@@ -58,7 +58,7 @@ def doctor(
     faults = sum(each.verdict == "fault" for each in findings)
     if as_json:
         body = {"faults": faults, "findings": [each._asdict() for each in findings]}
-        sys.stdout.write(json.dumps(body) + "\n")
+        print_json(body)
     else:
         show(Console(highlight=False), findings)
     if faults:
@@ -234,8 +234,9 @@ def service(url: str) -> Iterator[Finding]:
     from urllib.parse import urlsplit
 
     try:
-        health = ask("GET", url, "/health")
-    except ConfigError:
+        with open_client(url, timeout=TIMEOUT_S) as client:
+            health = client.health()
+    except (ConnectionFailed, InvalidParameter):
         try:
             place = urlsplit(url)
             port = place.port or (443 if place.scheme == "https" else 80)
@@ -244,10 +245,8 @@ def service(url: str) -> Iterator[Finding]:
             return
         yield _port(place.hostname or "", port)
         return
-    if "status" not in health:
-        yield Finding(
-            "service", "fault", f"another program answers at {url}", "give another --port"
-        )
+    if "reason" in health:
+        yield Finding("service", "fault", health["reason"], "give another --port")
         return
     status = str(health["status"])
     workers = len(health.get("workers", ()))

@@ -1,35 +1,18 @@
 """`mallee replay`: a trace on a modelled fleet, in virtual time."""
 
-import json
 import sys
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 
+from mallee.cli.mocker.fleet import FleetOptions, with_fleet_options
 from mallee.cli.options import (
-    DEFAULT_TIMING,
     POLICIES,
-    BlockSizeOption,
-    ConcurrencyOption,
-    EnginesPerDeviceOption,
-    FaultsOption,
-    GatewaysOption,
-    IdTokensOption,
     JsonOption,
-    KindOption,
-    MaxRowsOption,
-    OpenLoopOption,
-    RequestsOption,
-    SeedOption,
-    SessionsOption,
-    SliceOption,
-    SloItlOption,
-    SloTtftOption,
-    SpeedupOption,
-    TimingOption,
     TraceArgument,
     above_0,
     at_least_0,
@@ -37,6 +20,7 @@ from mallee.cli.options import (
     check_out,
     count,
     kv_tokens_of,
+    print_json,
     say_written,
 )
 from mallee.protocol.errors import ConfigError
@@ -55,36 +39,21 @@ def add_to(cli: typer.Typer) -> None:
     cli.command()(replay)
 
 
+@with_fleet_options
 def replay(
     trace: TraceArgument,
+    fleet: FleetOptions,
     engines: Annotated[int, typer.Option(help="Workers, each with a cache of its own.")] = 4,
     policy: Annotated[str, typer.Option(help=POLICIES)] = "cost",
     kv_tokens: Annotated[
         int | None,
         typer.Option(help="KV memory of each worker, in tokens; by default what its device holds."),
     ] = None,
-    block_size: BlockSizeOption = None,
-    timing: TimingOption = DEFAULT_TIMING,
-    speedup: SpeedupOption = 1.0,
-    concurrency: ConcurrencyOption = None,
-    gateways: GatewaysOption = 1,
     event_lag: Annotated[
         float, typer.Option(help="Milliseconds until a worker's events reach the routers.")
     ] = 0.0,
-    max_rows: MaxRowsOption = 256,
-    engines_per_device: EnginesPerDeviceOption = 1,
-    slice_ms: SliceOption = 2.0,
     max_step_tokens: Annotated[int, typer.Option(help="Tokens of one step of a worker.")] = 8192,
-    kind: KindOption = "auto",
-    id_tokens: IdTokensOption = None,
-    requests: RequestsOption = None,
     max_tokens: Annotated[int | None, typer.Option(help="Cut answers to so many tokens.")] = None,
-    open_loop: OpenLoopOption = False,
-    slo_ttft_ms: SloTtftOption = 2000.0,
-    slo_itl_ms: SloItlOption = 50.0,
-    faults: FaultsOption = None,
-    sessions_per_hour: SessionsOption = 240.0,
-    seed: SeedOption = 0,
     prefill_engines: Annotated[
         int | None, typer.Option(help="Of the engines, so many only compute prompts.")
     ] = None,
@@ -125,33 +94,21 @@ def replay(
 
     Example: mallee replay trace.jsonl --engines 8 --policy cost
     """
-    from mallee.mocker.device import DeviceConfig
     from mallee.mocker.links import LinkConfig
-    from mallee.mocker.replay.config import ReplayConfig
-    from mallee.mocker.replay.fleet.faults import load_faults
     from mallee.mocker.replay.run import replay as run
-    from mallee.traces.read import read_workload
 
+    timing = fleet.timing
     moves = bool(prefill_engines or migrate or host_kv_tokens or disk_kv_tokens)
     kv_bytes = _kv_bytes(timing, count("kv-bytes-per-token", kv_bytes_per_token), are_needed=moves)
-    config = ReplayConfig(
+    config = replace(
+        fleet.config(),
         engines=engines,
         policy=policy,
-        kv_tokens=kv_tokens_of(timing, kv_tokens, engines_per_device),
-        block_size=count("block-size", block_size) or 0,
-        timing=timing,
-        speedup=speedup,
-        concurrency=count("concurrency", concurrency) or 0,
-        keeps_order=not open_loop,
-        gateways=gateways,
+        kv_tokens=kv_tokens_of(timing, kv_tokens, fleet.engines_per_device),
         event_lag_s=at_least_0("event-lag", event_lag) * 1e-3,
-        max_rows=max_rows,
         max_step_tokens=max_step_tokens,
-        max_requests=count("requests", requests) or 0,
+        max_requests=count("requests", fleet.requests) or 0,
         max_output_tokens=count("max-tokens", max_tokens) or 0,
-        slo_ttft_s=above_0("slo-ttft-ms", slo_ttft_ms) * 1e-3,
-        slo_itl_s=above_0("slo-itl-ms", slo_itl_ms) * 1e-3,
-        faults=() if faults is None else load_faults(faults),
         prefill_engines=count("prefill-engines", prefill_engines) or 0,
         can_migrate=migrate,
         state_nbytes=int(at_least_0("state-bytes", state_bytes)),
@@ -159,27 +116,18 @@ def replay(
         tiers=_tiers(host_kv_tokens, disk_kv_tokens, kv_bytes),
         retain_s=at_least_0("retain-s", retain_s),
         shared_reads=shared_reads,
-        device=DeviceConfig(engines_per_device, above_0("slice-ms", slice_ms) * 1e-3),
-        seed=seed,
+        seed=fleet.seed,
     ).validate()
     check_out(out)
     if csv is not None:
         check_file(csv)
-    id_tokens = count("id-tokens", id_tokens)
+    read = fleet.reading(trace, fleet.seed)
     with _waiting():
-        workload = read_workload(
-            trace,
-            kind=kind,
-            seed=seed,
-            limit=requests,
-            id_tokens=id_tokens,
-            sessions_per_hour=sessions_per_hour,
-        )
-        result = run(workload, config)
+        result = run(read(), config)
     _show(result, as_json=as_json)
     if as_json:
         found = {**result.summary, "by_class": result.by_class, "conditions": result.conditions}
-        sys.stdout.write(json.dumps(found, allow_nan=False) + "\n")
+        print_json(found)
         sys.stdout.flush()  # whatever becomes of the files
     _write(result, out, csv)
     if result.summary["lost"] or result.summary["errors"]:

@@ -1,7 +1,6 @@
 """`mallee sweep` and `mallee figures`: many fleets in virtual time, as tables and figures."""
 
 import hashlib
-import json
 import os
 import signal
 import sys
@@ -15,33 +14,23 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import typer
 from rich.markup import escape
 
+from mallee.cli.mocker.fleet import FleetOptions, with_fleet_options
 from mallee.cli.options import (
     DEFAULT_TIMING,
     POLICIES,
-    BlockSizeOption,
-    ConcurrencyOption,
-    EnginesPerDeviceOption,
-    FaultsOption,
-    GatewaysOption,
-    IdTokensOption,
     JsonOption,
     KindOption,
-    MaxRowsOption,
-    OpenLoopOption,
     RequestsOption,
     SeedOption,
     SessionsOption,
-    SliceOption,
-    SloItlOption,
-    SloTtftOption,
     SpeedupOption,
     TimingOption,
     TraceArgument,
-    above_0,
     check_out,
     command_of,
     count,
     kv_tokens_of,
+    print_json,
     say_written,
 )
 from mallee.protocol.errors import ConfigError
@@ -62,9 +51,11 @@ def add_to(cli: typer.Typer) -> None:
     cli.command()(figures)
 
 
+@with_fleet_options
 def sweep(
     ctx: typer.Context,
     trace: TraceArgument,
+    fleet: FleetOptions,
     engines: Annotated[str, typer.Option(help="Numbers of engines, with commas.")] = "2,4,8",
     policy: Annotated[str, typer.Option(help=f"With commas: {POLICIES}")] = "cost,round_robin",
     kv_tokens: Annotated[
@@ -73,26 +64,9 @@ def sweep(
             help="KV memory of each engine, in tokens, with commas; by default what its device holds."
         ),
     ] = None,
-    block_size: BlockSizeOption = None,
-    kind: KindOption = "auto",
-    timing: TimingOption = DEFAULT_TIMING,
-    speedup: SpeedupOption = 1.0,
-    concurrency: ConcurrencyOption = None,
-    gateways: GatewaysOption = 1,
-    max_rows: MaxRowsOption = 256,
-    engines_per_device: EnginesPerDeviceOption = 1,
-    slice_ms: SliceOption = 2.0,
-    open_loop: OpenLoopOption = False,
-    faults: FaultsOption = None,
-    id_tokens: IdTokensOption = None,
-    requests: RequestsOption = None,
-    slo_ttft_ms: SloTtftOption = 2000.0,
-    slo_itl_ms: SloItlOption = 50.0,
     good_share: Annotated[
         float, typer.Option(help="Share of requests in time that makes a fleet big enough.")
     ] = 0.95,
-    sessions_per_hour: SessionsOption = 240.0,
-    seed: SeedOption = 0,
     seeds: Annotated[
         int,
         typer.Option(
@@ -112,48 +86,20 @@ def sweep(
 
     Example: mallee sweep trace.jsonl --engines 2,4,8 --policy cost,round_robin
     """
-    from mallee.mocker.device import DeviceConfig
-    from mallee.mocker.replay.config import ReplayConfig
-    from mallee.mocker.replay.fleet.faults import load_faults
     from mallee.mocker.sweeps.sweep import Grid
     from mallee.mocker.sweeps.sweep import sweep as run
-    from mallee.traces.read import read_workload
 
     check_out(out)
-    count("requests", requests)
-    count("id-tokens", id_tokens)
+    seed = fleet.seed
     tried = range(seed + 1, seed + 1 + seeds) if seeds > 1 else (seed,)
-    makes = {
-        seed: partial(
-            read_workload,
-            trace,
-            kind=kind,
-            limit=requests,
-            seed=seed,
-            id_tokens=id_tokens,
-            sessions_per_hour=sessions_per_hour,
-        )
-        for seed in tried
-    }
+    makes = {each: fleet.reading(trace, each) for each in tried}
     rooms = (
-        [kv_tokens_of(timing, None, engines_per_device)]
+        [kv_tokens_of(fleet.timing, None, fleet.engines_per_device)]
         if kv_tokens is None
         else _numbers("kv-tokens", kv_tokens)
     )
     grid = Grid(_numbers("engines", engines), _words("policy", policy), rooms)
-    base = ReplayConfig(
-        block_size=count("block-size", block_size) or 0,
-        timing=timing,
-        speedup=speedup,
-        concurrency=count("concurrency", concurrency) or 0,
-        gateways=gateways,
-        max_rows=max_rows,
-        device=DeviceConfig(engines_per_device, above_0("slice-ms", slice_ms) * 1e-3),
-        keeps_order=not open_loop,
-        faults=() if faults is None else load_faults(faults),
-        slo_ttft_s=above_0("slo-ttft-ms", slo_ttft_ms) * 1e-3,
-        slo_itl_s=above_0("slo-itl-ms", slo_itl_ms) * 1e-3,
-    ).validate()
+    base = fleet.config()
     # Read here too: faults of the file show before a process starts.
     size = base.block_tokens(makes[tried[0]]().id_tokens)
     base.load_timing()
@@ -166,7 +112,7 @@ def sweep(
             good_share=good_share,
             on_done=on_done,
         )
-    if not any(fleet.runs for fleet in found.fleets):
+    if not any(each.runs for each in found.fleets):
         raise ConfigError(f"every replay failed; the first: {found.fleets[0].error}")
     _show(found, as_json=as_json)
     if out is not None:
@@ -175,8 +121,8 @@ def sweep(
         found = replace(found, origin=_origin(command_of(ctx), trace))
         say_written(write_sweep(found, out))
     if as_json:
-        sys.stdout.write(json.dumps(found.as_json(), allow_nan=False) + "\n")
-    if all(_failed(fleet) for fleet in found.fleets):
+        print_json(found.as_json())
+    if all(map(_failed, found.fleets)):
         raise typer.Exit(1)
 
 
@@ -239,7 +185,7 @@ def figures(
         made = make_figures(make, out, conditions, processes=_processes(processes), on_done=on_done)
     say_written(made.paths)
     if as_json:
-        sys.stdout.write(json.dumps(made.data, allow_nan=False) + "\n")
+        print_json(made.data)
 
 
 def _origin(command: str, trace: Path) -> "Origin":

@@ -1,11 +1,11 @@
 """`mallee capsules`: those of a running service listed, counted, deleted, and carried to another as files."""
 
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
-from typing import Annotated, Final, cast
+from typing import Annotated, cast
 
 import msgspec
 import typer
@@ -13,15 +13,19 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
-from mallee.cli.options import JsonOption
-from mallee.cli.remote.service import DEFAULT_URL, SaltOption, UrlOption, open_client
+from mallee.cli.options import JsonOption, print_json
+from mallee.cli.remote.service import (
+    DEFAULT_URL,
+    LimitOption,
+    SaltOption,
+    UrlOption,
+    open_client,
+)
 from mallee.client.calls import Wanted
 from mallee.client.files import Progress as Told
-from mallee.client.results import CapsuleData
 from mallee.protocol.errors import ConfigError
 
-MAX_PAGE: Final = 100  # of the server
-
+CapsuleArgument = Annotated[str, typer.Argument(help="Its id.")]
 RequestOption = Annotated[
     str | None, typer.Option("--request", help="Those that this answer left.")
 ]
@@ -38,12 +42,13 @@ MinAgeOption = Annotated[
 
 def add_to(cli: typer.Typer) -> None:
     group = typer.Typer(
-        help="List, count, delete, export and import capsules of a running service.",
+        help="List, count, delete, prune, export and import capsules of a running service.",
         no_args_is_help=True,
     )
     group.command("list")(list_capsules)
     group.command("count")(count)
     group.command("delete")(delete)
+    group.command("prune")(prune)
     group.command("export")(export)
     group.command("import")(import_capsule)
     cli.add_typer(group, name="capsules")
@@ -55,7 +60,7 @@ def list_capsules(
     pinned: PinnedOption = None,
     tier: TierOption = None,
     min_age_s: MinAgeOption = None,
-    limit: Annotated[int, typer.Option("--limit", min=1, help="At most so many.")] = 100,
+    limit: LimitOption = 100,
     cache_salt: SaltOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -64,24 +69,18 @@ def list_capsules(
     Example: mallee capsules list --pinned --tier host
     """
     wanted = _wanted(request, pinned, tier, min_age_s)
-    found: list[CapsuleData] = []
     with open_client(url) as client:
-        while len(found) < limit:
-            after = found[-1].id if found else None
-            size = min(MAX_PAGE, limit - len(found))
-            page = client.capsules(after=after, limit=size, cache_salt=cache_salt, **wanted)
-            found += page
-            if len(page) < size:
-                break
+        listed = client.capsules(cache_salt=cache_salt, **wanted)
+        found = [each.data for each in islice(listed, limit)]
     if as_json:
-        sys.stdout.write(json.dumps({"capsules": msgspec.to_builtins(found)}) + "\n")
+        print_json({"capsules": found})
         return
     table = Table(box=None, pad_edge=False)
     table.add_column("capsule", no_wrap=True, overflow="fold")
     for name in ("tokens", "worker", "kept", "tier"):
         table.add_column(name)
     for each in found:
-        kept = "" if each.pinned is None else "yes" if each.pinned else "no"
+        kept = {True: "yes", False: "no"}.get(each.pinned, "")
         table.add_row(each.id, str(each.tokens), each.worker or "", kept, each.tier or "")
     Console().print(table)
 
@@ -103,7 +102,7 @@ def count(
     with open_client(url) as client:
         found = client.count_capsules(cache_salt=cache_salt, **wanted)
     if as_json:
-        sys.stdout.write(json.dumps(msgspec.to_builtins(found)) + "\n")
+        print_json(found)
         return
     unknown = f" ({found.unknown} more did not say)" if found.unknown else ""
     sys.stdout.write(f"{found.count} capsules of {found.tokens} tokens{unknown}\n")
@@ -128,7 +127,28 @@ def delete(
         raise ConfigError("say which capsules to delete, or give --all")
     with open_client(url) as client:
         num = client.delete_capsules(all=is_all, cache_salt=cache_salt, **wanted)
-    sys.stdout.write(json.dumps({"deleted": num}) + "\n" if as_json else f"{num} deleted\n")
+    if as_json:
+        print_json({"deleted": num})
+    else:
+        sys.stdout.write(f"{num} deleted\n")
+
+
+def prune(
+    capsule: CapsuleArgument,
+    url: UrlOption = DEFAULT_URL,
+    cache_salt: SaltOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """End all that went on from a capsule, and release the capsules that this left; it stays itself.
+
+    Example: mallee capsules prune req_4f.0
+    """
+    with open_client(url) as client:
+        ended = client.capsule(capsule, cache_salt=cache_salt).prune()
+    if as_json:
+        print_json({"capsule": capsule, "requests": ended})
+    else:
+        sys.stdout.write(f"{len(ended)} requests ended\n")
 
 
 def _wanted(
@@ -139,7 +159,7 @@ def _wanted(
 
 
 def export(
-    capsule: Annotated[str, typer.Argument(help="Its id.")],
+    capsule: CapsuleArgument,
     file: Annotated[Path, typer.Argument(help="The file to write, whole or not at all.")],
     url: UrlOption = DEFAULT_URL,
     cache_salt: SaltOption = None,
@@ -152,9 +172,7 @@ def export(
     with open_client(url) as client, _bar("exporting", is_shown=not as_json) as told:
         nbytes = client.capsule(capsule, cache_salt=cache_salt).export(file, progress=told)
     if as_json:
-        sys.stdout.write(
-            json.dumps({"capsule": capsule, "file": str(file), "bytes": nbytes}) + "\n"
-        )
+        print_json({"capsule": capsule, "file": str(file), "bytes": nbytes})
     else:
         sys.stdout.write(f"{file}: {nbytes} bytes\n")
 
@@ -174,12 +192,12 @@ def import_capsule(
     """
     with open_client(url) as client, _bar("importing", is_shown=not as_json) as told:
         made = client.import_capsule(file, ttl_s=ttl_s, cache_salt=cache_salt, progress=told)
-    came = dict(made.data.imported or {})
+    came = made.data.imported
     if as_json:
-        sys.stdout.write(json.dumps({"capsule": made.id, "tokens": made.tokens, **came}) + "\n")
+        print_json({"capsule": made.id, "tokens": made.tokens, **msgspec.to_builtins(came)})
         return
-    fetched, computed = came.get("fetched_tokens", 0), came.get("computed_tokens", 0)
-    sys.stdout.write(f"{made.id}\n{made.tokens} tokens: {fetched} fetched, {computed} computed\n")
+    parts = f"{came.fetched_tokens} fetched, {came.computed_tokens} computed"
+    sys.stdout.write(f"{made.id}\n{made.tokens} tokens: {parts}\n")
 
 
 @contextmanager

@@ -1,16 +1,14 @@
 """`mallee explain`: why requests went where they went, and how they fared."""
 
-import json
-import sys
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from mallee.cli.options import JsonOption
-from mallee.cli.remote.course import Explained, course_parts, decision_parts, read
-from mallee.cli.remote.service import DEFAULT_URL, UrlOption, ask
+from mallee.cli.options import JsonOption, print_json
+from mallee.cli.remote.course import course_parts, decision_parts
+from mallee.cli.remote.service import DEFAULT_URL, TIMEOUT_S, UrlOption, open_client
 
 
 def add_to(cli: typer.Typer) -> None:
@@ -30,17 +28,15 @@ def explain(
 
     Example: mallee explain req_4f1c --candidates 8
     """
-    named = {} if request is None else {"request": request}
-    params: dict[str, Any] = {"limit": limit, "candidates": candidates, **named}
-    body = ask("GET", url, "/v1/router/explain", **params)
+    with open_client(url, timeout=TIMEOUT_S) as client:
+        found = client.explain(request, limit=limit, candidates=candidates)
     if as_json:
-        sys.stdout.write(json.dumps(body) + "\n")
+        print_json(found)
         return
     console = Console(highlight=False)
-    found = read(body, Explained)
-    if not found.data and found.life is None:
+    if not (found.data or found.life):
         console.print("no decision yet: the service has answered nothing, or forks alone")
     parts = [part for decision in found.data for part in decision_parts(decision)]
-    parts += [] if found.life is None else course_parts(found.life)
+    parts += course_parts(found.life) if found.life else []
     for part in parts:
         console.print(part, soft_wrap=isinstance(part, Text))

@@ -5,16 +5,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-import msgspec
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from mallee.cli.remote.service import ask, ask_text
-from mallee.protocol.errors import ConfigError
-
-WORKERS_PATH: Final = "/v1/router/workers"
-METRICS_PATH: Final = "/metrics"
+from mallee.client import Mallee
+from mallee.protocol.api.operator import Worker, WorkerUse
 
 _LABELS: Final = r'(?:[^"}]|"(?:[^"\\]|\\.)*")*'  # a path's template has braces in its quotes
 _SAMPLE: Final = re.compile(rf"^(mallee_\w+?)(?:\{{({_LABELS})\}})? (\S+)$", re.MULTILINE)
@@ -54,71 +50,19 @@ class Metrics:
         return self._totals.get(family, 0.0)
 
 
-class TierUse(msgspec.Struct, frozen=True, kw_only=True):
-    """KV below a worker's device: blocks that lie there by tier, and were moved so far by kind of move."""
-
-    blocks: dict[str, int]
-    moved_blocks: dict[str, int]
-    dropped_blocks: int = 0
-
-
-class WorkerUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Branches and blocks of a worker's engine, and its counts so far."""
-
-    running_branches: int
-    waiting_branches: int
-    live_blocks: int
-    cached_blocks: int
-    cached_tokens: int
-    prefill_tokens: int
-    evicted_blocks: int
-    preemptions: int
-
-
-class Worker(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker, as a gateway sees it."""
-
-    worker: str
-    state: str
-    active_blocks: int
-    num_blocks: int
-    rows: int
-    waiting: int
-    prefill_tokens: int
-    indexed_blocks: int
-    lease_age_s: float
-    weight_version: str
-    device: str = ""
-    use: WorkerUse | None = None  # None: its process did not answer
-    tiers: TierUse | None = None
-
-    @property
-    def used(self) -> float:
-        """The share of its KV that branches and capsules have."""
-        return self.active_blocks / max(1, self.num_blocks)
-
-
-class Answers(NamedTuple):
-    """A service's account of itself: `/health`, the list of workers, `/metrics`."""
-
-    health: dict[str, Any]
-    workers: list[dict[str, Any]]
-    metrics: str
-
-
 class Sample(NamedTuple):
-    """The fleet at one time."""
+    """The fleet at one time: a service's account of itself, its workers by name, and its metrics."""
 
     at: float
     health: Mapping[str, Any]
-    workers: Sequence[Worker]  # by name
+    workers: Sequence[Worker]
     metrics: Metrics
 
     @classmethod
-    def of(cls, at: float, answers: Answers) -> "Sample":
-        """Raises ConfigError if these are no answers of a service of this program's."""
-        workers = sorted(read_workers(answers.workers), key=lambda each: each.worker)
-        return cls(at, answers.health, workers, Metrics(answers.metrics))
+    def of(
+        cls, at: float, health: Mapping[str, Any], workers: Sequence[Worker], metrics: str
+    ) -> "Sample":
+        return cls(at, health, sorted(workers, key=lambda each: each.worker), Metrics(metrics))
 
     def gauges(self) -> dict[str, float]:
         return {name: self.metrics.total(metric) for name, metric in _GAUGES.items()}
@@ -148,25 +92,10 @@ class Sample(NamedTuple):
         return max(0.0, total(self) - total(before)) / (self.at - before.at)
 
 
-def read_workers(listed: object) -> list[Worker]:
-    """Raises ConfigError."""
-    try:
-        return msgspec.convert(listed, list[Worker])
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{WORKERS_PATH}: not a list of workers ({error})") from error
-
-
-def ask_fleet(url: str) -> Answers:
-    """Raises ConfigError: no service, or no operator's key."""
-    health = ask("GET", url, "/health")
-    workers = ask("GET", url, WORKERS_PATH).get("data", [])
-    return Answers(health, workers, ask_text(url, METRICS_PATH))
-
-
-def take(url: str) -> Sample:
-    """As `ask_fleet`."""
-    answers = ask_fleet(url)
-    return Sample.of(time.monotonic(), answers)
+def take(client: Mallee) -> Sample:
+    """Raises ConnectionFailed, Forbidden without an operator's key."""
+    health, workers = client.health(), client.workers()
+    return Sample.of(time.monotonic(), health, workers, client.metrics())
 
 
 # Drawing
@@ -192,6 +121,11 @@ def figures_line(figures: Mapping[str, float]) -> Text:
     return Text("  ".join(f"{name} {value:,.0f}" for name, value in figures.items()))
 
 
+def used(worker: Worker) -> float:
+    """The share of its KV that branches and capsules have."""
+    return worker.active_blocks / max(1, worker.num_blocks)
+
+
 COLUMNS: Final = (
     *("worker", "state", "KV in use", "rows", "queue", "prefill", "cached", "lease", "weights"),
     "device",
@@ -205,7 +139,7 @@ def cells(worker: Worker) -> tuple[Text, ...]:
     return (
         Text(worker.worker),
         Text(worker.state, style=_LOOKS.get(worker.state, "red")),
-        bar(worker.used),
+        bar(used(worker)),
         *(Text(str(each)) for each in (worker.rows, worker.waiting, worker.prefill_tokens)),
         Text(str(worker.indexed_blocks)),
         Text(f"{worker.lease_age_s:.1f} s"),

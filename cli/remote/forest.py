@@ -4,80 +4,40 @@ A capsule that alone continues the one before stands beneath it in the same colu
 are long runs with few forks, and the indent counts the forks.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Final
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 from rich.tree import Tree
 
-from mallee.client.sessions import SessionNode, SessionTree
+from mallee.client import SessionNode, SessionTree
+from mallee.client.sessions import words
 
 MAX_DEPTH: Final = 12
 """Deeper ones stand in the last column, and name what they are below."""
 NONE: Final = "no session: requests name theirs (docs/api/sessions.md)"
 
 
-class Place(NamedTuple):
-    """A session, or a capsule of one."""
-
-    session: str
-    capsule: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ForestNode:
-    """A line of the forest, with those that are indented below it."""
-
-    place: Place
-    label: Text
-    below: "list[ForestNode]" = field(default_factory=list)
-
-
-def forest(
-    sessions: Sequence[SessionTree],
-    before: Sequence[SessionTree] | None = None,
-    name_of: Callable[[str], str] = str,
-) -> list[ForestNode]:
-    """The roots, in the order of `sessions`. Capsules that `before` has not are new, and bold.
-
-    `name_of`: a capsule's id as it is shown.
-    """
-    old = None if before is None else {node.capsule for each in before for node in each.nodes}
-    parents = {each.id: each.parent for each in sessions}
-    depths = {name: _depth(name, parents) for name in parents}
-    made: dict[str, ForestNode] = {}
-    for each in sessions:
-        below = _Capsules(each, old, name_of).lines(depths[each.id])
-        below += [
-            ForestNode(Place(child), Text(f"session {child}"))
-            for child in each.children
-            if child not in parents
-        ]
-        made[each.id] = ForestNode(Place(each.id), _head(each, depths[each.id]), below)
-    roots: list[ForestNode] = []
-    for each in sessions:
-        lines = made[each.parent].below if each.parent and depths[each.id] else roots
-        lines.append(made[each.id])
-    return roots
-
-
 def drawn(
     sessions: Sequence[SessionTree], before: Sequence[SessionTree] | None = None
 ) -> RenderableType:
-    """The forest for a terminal."""
-    roots = forest(sessions, before)
-    return Group(*map(_tree, roots)) if roots else Text(NONE)
-
-
-def _tree(root: ForestNode) -> Tree:
-    tree = Tree(root.label)
-    todo = [(tree, root)]
-    while todo:
-        above, node = todo.pop()
-        todo += [(above.add(each.label), each) for each in node.below]
-    return tree
+    """The forest for a terminal, in the order of `sessions`. Capsules that `before` has not are bold."""
+    old = None if before is None else {node.capsule for each in before for node in each.nodes}
+    parents = {each.id: each.parent for each in sessions}
+    depths = {name: _depth(name, parents) for name in parents}
+    made: dict[str, Tree] = {}
+    for each in sessions:
+        tree = made[each.id] = Tree(_head(each, depths[each.id]))
+        _Capsules(each, old).add_to(tree, depths[each.id])
+        for child in each.children:
+            if child not in parents:
+                tree.add(Text(f"session {child}"))
+    roots: list[Tree] = []
+    for each in sessions:
+        lines = made[each.parent].children if each.parent and depths[each.id] else roots
+        lines.append(made[each.id])
+    return Group(*roots) if roots else Text(NONE)
 
 
 def _depth(name: str, parents: Mapping[str, str | None]) -> int:
@@ -102,14 +62,10 @@ def _head(session: SessionTree, depth: int) -> Text:
 
 
 class _Capsules:
-    """The lines of one session's capsules."""
+    """The lines of one session's capsules. Those that are not `old` are new."""
 
-    def __init__(
-        self, session: SessionTree, old: set[str] | None, name_of: Callable[[str], str]
-    ) -> None:
-        self._session = session.id
+    def __init__(self, session: SessionTree, old: set[str] | None) -> None:
         self._old = old
-        self._name_of = name_of
         self._below: dict[str | None, list[SessionNode]] = {}
         seen: set[str] = set()
         for node in session.nodes:  # parents come first
@@ -117,29 +73,24 @@ class _Capsules:
             self._below.setdefault(above, []).append(node)
             seen.add(node.capsule)
 
-    def lines(self, depth: int) -> list[ForestNode]:
-        """The lines below the session, which itself stands at `depth`."""
-        top: list[ForestNode] = []
-        todo = [(top, node, depth, "") for node in reversed(self._below.get(None, []))]
+    def add_to(self, session: Tree, depth: int) -> None:
+        """Add the lines below the session, which itself stands at `depth`."""
+        todo = [(session, node, depth, "") for node in reversed(self._below.get(None, []))]
         while todo:
-            lines, node, depth, mark = todo.pop()
+            above, node, depth, mark = todo.pop()
             below = self._below.get(node.capsule, [])
-            line = ForestNode(Place(self._session, node.capsule), self._label(node, mark))
-            lines.append(line)
+            line = above.add(self._label(node, mark))
             if len(below) == 1:
-                todo.append((lines, below[0], depth, "↓ "))
+                todo.append((above, below[0], depth, "↓ "))
             elif depth + 1 < MAX_DEPTH:
-                todo += [(line.below, each, depth + 1, "") for each in reversed(below)]
+                todo += [(line, each, depth + 1, "") for each in reversed(below)]
             else:
-                mark = f"below {self._name_of(node.capsule)}: "
-                todo += [(lines, each, depth, mark) for each in reversed(below)]
-        return top
+                mark = f"below {node.capsule}: "
+                todo += [(above, each, depth, mark) for each in reversed(below)]
 
     def _label(self, node: SessionNode, mark: str) -> Text:
         num = len(self._below.get(node.capsule, ()))
         forks = f", {num} branches" if num > 1 else ""
         is_new = self._old is not None and node.capsule not in self._old
         look = "bold" if is_new else "" if node.held else "dim"
-        return Text.assemble(
-            (mark, "dim"), (f"{self._name_of(node.capsule)}  {node.words}{forks}", look)
-        )
+        return Text.assemble((mark, "dim"), (f"{node.capsule}  {words(node)}{forks}", look))

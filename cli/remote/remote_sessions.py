@@ -1,25 +1,26 @@
 """`mallee sessions`: those of a running service listed, shown as trees, and closed."""
 
-import json
 import sys
 from contextlib import suppress
-from typing import Annotated, Final
+from itertools import islice
+from typing import Annotated
 
-import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from mallee.cli.options import JsonOption
+from mallee.cli.options import JsonOption, print_json
 from mallee.cli.remote.forest import drawn
-from mallee.cli.remote.service import DEFAULT_URL, SaltOption, UrlOption, open_client
+from mallee.cli.remote.service import (
+    DEFAULT_URL,
+    LimitOption,
+    SaltOption,
+    UrlOption,
+    open_client,
+)
 from mallee.cli.remote.watching import IntervalOption, watch
-from mallee.client import Mallee, NotFound
-from mallee.client.sessions import SessionData, SessionTree
+from mallee.client import Mallee, NotFound, SessionTree
 
-MAX_PAGE: Final = 100  # of the server
-
-LimitOption = Annotated[int, typer.Option("--limit", min=1, help="At most so many.")]
 NameArgument = Annotated[str, typer.Argument(help="The session's name.")]
 
 
@@ -44,9 +45,9 @@ def list_sessions(
     Example: mallee sessions list --limit 20
     """
     with open_client(url) as client:
-        found = listed(client, limit, cache_salt)
+        found = list(islice(client.sessions(cache_salt=cache_salt), limit))
     if as_json:
-        sys.stdout.write(json.dumps({"sessions": msgspec.to_builtins(found)}) + "\n")
+        print_json({"sessions": found})
         return
     table = Table(box=None, pad_edge=False)
     table.add_column("session", no_wrap=True, overflow="fold")
@@ -55,19 +56,6 @@ def list_sessions(
     for each in found:
         table.add_row(each.id, each.parent or "", str(each.capsules), str(each.running))
     Console().print(table)
-
-
-def listed(client: Mallee, limit: int, cache_salt: str | None) -> list[SessionData]:
-    """The first sessions by name, page by page."""
-    found: list[SessionData] = []
-    while len(found) < limit:
-        size = min(MAX_PAGE, limit - len(found))
-        after = found[-1].id if found else None
-        page = client.sessions(after=after, limit=size, cache_salt=cache_salt)
-        found += page
-        if len(page) < size:
-            break
-    return found
 
 
 def show(
@@ -87,15 +75,9 @@ def show(
     with open_client(url) as client:
         if as_json:
             found = taken(client, name, limit, cache_salt)
-            told = {"sessions": found} if name is None else found[0]
-            sys.stdout.write(json.dumps(msgspec.to_builtins(told)) + "\n")
+            print_json({"sessions": found} if name is None else found[0])
         elif live:
-            watch(
-                lambda: taken(client, name, limit, cache_salt),
-                drawn,
-                interval_s,
-                console,
-            )
+            watch(lambda: taken(client, name, limit, cache_salt), drawn, interval_s, console)
         else:
             console.print(drawn(taken(client, name, limit, cache_salt)))
 
@@ -107,7 +89,7 @@ def taken(
     if name is not None:
         return [client.session(name, cache_salt=cache_salt).show()]
     found = []
-    for each in listed(client, limit, cache_salt):
+    for each in islice(client.sessions(cache_salt=cache_salt), limit):
         with suppress(NotFound):
             found.append(client.session(each.id, cache_salt=cache_salt).show())
     return found
@@ -126,7 +108,7 @@ def close(
     with open_client(url) as client:
         closed = client.session(name, cache_salt=cache_salt).close()
     if as_json:
-        sys.stdout.write(json.dumps(msgspec.to_builtins(closed)) + "\n")
+        print_json(closed)
         return
     left = f", {closed.left} left with silent workers" if closed.left else ""
     sys.stdout.write(f"{closed.released} released{left}, {closed.cancelled} requests ended\n")

@@ -1,6 +1,5 @@
 """`mallee workers`: the workers of a running service, and the drain of one."""
 
-import json
 import sys
 from typing import Annotated
 
@@ -9,8 +8,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from mallee.cli.options import JsonOption
-from mallee.cli.remote.service import DEFAULT_URL, UrlOption, ask
+from mallee.cli.options import JsonOption, print_json
+from mallee.cli.remote.fleet import used
+from mallee.cli.remote.service import DEFAULT_URL, TIMEOUT_S, UrlOption, open_client
 
 
 def add_to(cli: typer.Typer) -> None:
@@ -38,18 +38,16 @@ def list_workers(
 
     Example: mallee workers list --json
     """
-    workers = ask("GET", url, "/v1/router/workers")["data"]
+    with open_client(url, timeout=TIMEOUT_S) as client:
+        workers = client.workers()
     if as_json:
-        sys.stdout.write(json.dumps({"workers": workers}) + "\n")
+        print_json({"workers": workers})
         return
     table = Table("worker", "life", "state", "rows", "queue", "KV in use", "last lease", "address")
     for each in workers:
-        used = each["active_blocks"] / max(1, each["num_blocks"])
-        table.add_row(
-            *(each["worker"], each["incarnation"], each["state"], str(each["rows"])),
-            *(str(each["waiting"]), f"{used:.0%}", f"{each['lease_age_s']:.1f} s"),
-            escape(each["address"]),
-        )
+        cells = (each.worker, each.incarnation, each.state, str(each.rows), str(each.waiting))
+        lease = f"{each.lease_age_s:.1f} s"
+        table.add_row(*cells, f"{used(each):.0%}", lease, escape(each.address))
     Console().print(table)
 
 
@@ -62,5 +60,9 @@ def drain(
 
     Example: mallee workers drain w1
     """
-    answer = ask("POST", url, f"/v1/router/workers/{name}/drain")
-    sys.stdout.write(json.dumps(answer) + "\n" if as_json else f"{name} drains\n")
+    with open_client(url, timeout=TIMEOUT_S) as client:
+        client.drain_worker(name)
+    if as_json:
+        print_json({"worker": name, "object": "worker.draining"})
+    else:
+        sys.stdout.write(f"{name} drains\n")

@@ -1,7 +1,5 @@
 """An analysis as tables for a terminal."""
 
-import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -11,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from mallee.cli.options import JsonOption, check_out, say_written
+from mallee.cli.options import JsonOption, check_out, print_json, say_written
 from mallee.cli.synth.reading import Reading, read_source, waiting
 from mallee.figures.text import number
 
@@ -95,4 +93,4 @@ def analyze(
     if out is not None:
         say_written(write_analysis(analysis, report, out))
     if as_json:
-        sys.stdout.write(json.dumps(report.data, allow_nan=False) + "\n")
+        print_json(report.data)

@@ -1,7 +1,5 @@
 """`mallee synth compare`: how well a trace, or a model of it, agrees with its source."""
 
-import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from mallee.cli.options import JsonOption, check_out, count, one_of, say_written
+from mallee.cli.options import JsonOption, check_out, count, one_of, print_json, say_written
 from mallee.cli.synth.reading import (
     Reading,
     open_source,
@@ -91,7 +89,7 @@ def compare(
     if out is not None:
         say_written(report.write(out))
     if as_json:
-        sys.stdout.write(json.dumps(report.as_data(), allow_nan=False) + "\n")
+        print_json(report.as_data())
     if check and report.num_failed:
         raise typer.Exit(1)
 

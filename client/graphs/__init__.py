@@ -1,4 +1,4 @@
-"""Graphs of calls from the client's side: they are built, followed as they run, and their tools carried out.
+"""Graphs of calls, run at the client: built, carried out over the SDK's own calls, and shown.
 
-Knows nodes and events; must not know the clients, which give it what sends.
+Knows nodes, capsules and streams of branches; the clients load it when a graph is run.
 """

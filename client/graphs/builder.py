@@ -1,48 +1,47 @@
 """A graph as it is built: each method adds a node and gives its handle, from which later ones take."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
-import msgspec
-
-from mallee.client.calls import Call
-from mallee.graphs.graph import checked_graph
-from mallee.graphs.nodes import Branch, Join, Map, Node, Prefill, Ref, Text, Tool, Turn, Wait
+from mallee.client.calls import Sampling, Terms
+from mallee.graphs.nodes import (
+    Branch,
+    Handle,
+    Item,
+    Join,
+    Map,
+    Node,
+    Prefill,
+    Text,
+    Tool,
+    Turn,
+    Wait,
+)
 from mallee.protocol.errors import InvalidGraph
 
 ToolFunction: TypeAlias = Callable[[str], Any]
-"""From a call's input to a text, or a list of texts. It may be a coroutine function for an `AsyncMallee`."""
-
-
-class Handle(NamedTuple):
-    """A node of a graph, by its name."""
-
-    name: str
-
-
-class Item(NamedTuple):
-    """The place in the text of a map where each item goes."""
-
-
+"""From a call's input to a text, or a list of texts. May be a coroutine function; others run in threads."""
 GraphText: TypeAlias = "str | Handle | Sequence[str | Handle | Item]"
 """A text, the output of a node, or parts of both kinds, one after the other; in a map also `graph.item`."""
 Turns: TypeAlias = Sequence[Mapping[str, GraphText]]
 """Messages with `role` and `content`, which the model's chat template renders."""
+
+SAMPLING: Final = {*Sampling.__annotations__} - {*Terms.__annotations__} - {"max_tokens"}
 
 
 class Graph:
     """Nodes that take from each other, run by `client.run(graph)`; it may be run again.
 
     Names are given, or made up: `prefill-0`, `branch-1`, ... Methods raise InvalidGraph for messages with
-    other fields than `role` and `content`, and nothing else: what can't run is refused by `client.run`,
-    before it is sent.
+    other fields than `role` and `content`, and for unknown fields of sampling; what can't run for other
+    reasons is refused by `client.run`, before anything is sent.
     """
 
     item: Final = Item()
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
-        self.tools: dict[str, ToolFunction] = {}
+        self.tools: dict[str, ToolFunction] = {}  # by node
 
     def prefill(
         self,
@@ -53,8 +52,8 @@ class Graph:
         name: str | None = None,
     ) -> Handle:
         """A text, or messages, computed once and forked. `keep`: its capsule outlives the graph."""
-        made = self._name(name, "prefill")
-        return self._add(Prefill(name=made, text=_text(text), messages=_turns(messages), keep=keep))
+        begin = self._begin("prefill", name, text, messages)
+        return self._add(Prefill(**begin, keep=keep))
 
     def branch(
         self,
@@ -73,54 +72,8 @@ class Graph:
         `at`: it goes on from so many tokens of a prefill, and begins as soon as they are there.
         `sampling`: as a fork's parameters.
         """
-        return self._add(
-            Branch(
-                name=self._name(name, "branch"),
-                of=of.name,
-                text=_text(text),
-                messages=_turns(messages),
-                at=at,
-                max_tokens=max_tokens,
-                sampling=sampling,
-                keep=keep,
-            )
-        )
-
-    def join(
-        self,
-        inputs: Sequence[Handle],
-        *,
-        wait: Wait = "all",
-        separator: str = "\n",
-        name: str | None = None,
-    ) -> Handle:
-        """The outputs of all inputs, of the `first` that is done, or of as many as `wait` says."""
-        names = [each.name for each in inputs]
-        made = Join(name=self._name(name, "join"), inputs=names, wait=wait, separator=separator)
-        return self._add(made)
-
-    def tool(
-        self,
-        call: ToolFunction | str,
-        text: GraphText = "",
-        *,
-        timeout_s: float = 60.0,
-        max_tokens: int = 1024,
-        name: str | None = None,
-    ) -> Handle:
-        """A call of a function here, with `text`; or by name, which the reader of the events answers."""
-        called = call if isinstance(call, str) else call.__name__
-        if not isinstance(call, str):
-            self.tools[called] = call
-        return self._add(
-            Tool(
-                name=self._name(name, "tool"),
-                call=called,
-                input=_text(text),
-                timeout_s=timeout_s,
-                max_tokens=max_tokens,
-            )
-        )
+        begin = self._begin("branch", name, text, messages, sampling)
+        return self._add(Branch(**begin, of=of.name, at=at, max_tokens=max_tokens, keep=keep))
 
     def map(
         self,
@@ -141,24 +94,66 @@ class Graph:
 
         `text`, or `messages`, has `graph.item` where it goes.
         """
-        return self._add(
-            Map(
-                name=self._name(name, "map"),
-                of=of.name,
-                over=over.name,
-                text=_text(text),
-                messages=_turns(messages),
-                split=split,
-                max_items=max_items,
-                max_tokens=max_tokens,
-                sampling=sampling,
-                wait=wait,
-                separator=separator,
-            )
+        made = Map(
+            **self._begin("map", name, text, messages, sampling),
+            of=of.name,
+            over=over.name,
+            split=split,
+            max_items=max_items,
+            max_tokens=max_tokens,
+            wait=wait,
+            separator=separator,
         )
+        return self._add(made)
 
-    def _name(self, given: str | None, kind: str) -> str:
-        return f"{kind}-{len(self.nodes)}" if given is None else given
+    def join(
+        self,
+        inputs: Sequence[Handle],
+        *,
+        wait: Wait = "all",
+        separator: str = "\n",
+        name: str | None = None,
+    ) -> Handle:
+        """The outputs of all inputs, of the `first` that is done, or of as many as `wait` says."""
+        names = tuple(each.name for each in inputs)
+        made = Join(**self._begin("join", name), inputs=names, wait=wait, separator=separator)
+        return self._add(made)
+
+    def tool(
+        self,
+        call: ToolFunction,
+        text: GraphText = "",
+        *,
+        timeout_s: float = 60.0,
+        max_tokens: int = 1024,
+        name: str | None = None,
+    ) -> Handle:
+        """A call of a function with `text`. Its result has at most `max_tokens` tokens."""
+        called = getattr(call, "__name__", type(call).__name__)
+        begin = self._begin("tool", name, text)
+        made = Tool(**begin, call=called, timeout_s=timeout_s, max_tokens=max_tokens)
+        self.tools[made.name] = call
+        return self._add(made)
+
+    def _begin(
+        self,
+        kind: str,
+        name: str | None,
+        text: GraphText = "",
+        messages: Turns = (),
+        sampling: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """The fields that nodes have in common. Raises InvalidGraph."""
+        name = f"{kind}-{len(self.nodes)}" if name is None else name
+        begin = {"name": name, "text": _text(text), "messages": tuple(map(_turn, messages))}
+        if sampling is None:
+            return begin
+        if wrong := sorted({*sampling} - SAMPLING):
+            known = ", ".join(sorted(SAMPLING))
+            raise InvalidGraph(
+                f"node {name}: {wrong[0]} is not a field of a branch's sampling; known: {known}"
+            )
+        return {**begin, "sampling": sampling}
 
     def _add(self, node: Node) -> Handle:
         self.nodes.append(node)
@@ -166,48 +161,13 @@ class Graph:
 
 
 def _text(text: GraphText) -> Text:
-    if isinstance(text, str):
-        return text
-    parts = [text] if isinstance(text, Handle) else text
-    return [_part(each) for each in parts]
+    if isinstance(text, str | Handle):
+        return (text,) if text else ()
+    return tuple(text)
 
 
-def _turns(messages: Turns) -> list[Turn]:
-    for turn in messages:
-        if set(turn) != {"role", "content"}:
-            given = ", ".join(turn)
-            raise InvalidGraph(f"a message has {given}; give role and content, and no more")
-    return [Turn(role=str(turn["role"]), content=_text(turn["content"])) for turn in messages]
-
-
-def _part(part: str | Handle | Item) -> str | Ref:
-    match part:
-        case Handle(name):
-            return Ref(node=name)
-        case Item():
-            return Ref(item=True)
-        case _:
-            return part
-
-
-def run_graph(
-    graph: Graph, outputs: Sequence[Handle], max_running: int | None, params: Mapping[str, Any]
-) -> Call:
-    """The call that runs a graph as a stream. Raises InvalidGraph for one that can't run."""
-    names = [each.name for each in outputs]
-    checked_graph(graph.nodes, names)
-    body: dict[str, Any] = {
-        "nodes": msgspec.to_builtins(graph.nodes),
-        "outputs": names,
-        "max_running": max_running,
-        "stream": True,
-        **params,
-    }
-    known = {name: value for name, value in body.items() if value not in (None, [])}
-    return Call("POST", "/v1/graphs", known, cache_salt=params.get("cache_salt"))
-
-
-def tell_result(graph: str, node: str, result: Mapping[str, Any], salt: str | None) -> Call:
-    """The result of a tool's call."""
-    body = dict(result) if salt is None else {**result, "cache_salt": salt}
-    return Call("POST", f"/v1/graphs/{graph}/nodes/{node}/result", body, cache_salt=salt)
+def _turn(turn: Mapping[str, GraphText]) -> Turn:
+    if set(turn) != {"role", "content"}:
+        given = ", ".join(turn)
+        raise InvalidGraph(f"a message has {given}; give role and content, and no more")
+    return Turn(str(turn["role"]), _text(turn["content"]))

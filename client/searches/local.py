@@ -6,8 +6,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from functools import partial
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
+from mallee.client.calls import terms_of
 from mallee.client.critic import result_of
 from mallee.client.results import BranchState
 from mallee.protocol.errors import InvalidParameter
@@ -27,8 +28,6 @@ Fork: TypeAlias = Callable[[str, Any, Mapping[str, Any]], Any]
 Read: TypeAlias = Callable[[str, Any, Mapping[str, Any]], Awaitable[Sequence[BranchState]]]
 """As `Fork`, but gives the finished branches."""
 
-_TERMS: Final = ("cache_salt", "mallee", "model", "user")  # parameters of a verifier's questions
-
 
 class Forks:
     """Steps by forks that `read` waits for. `params` are those of each that draws."""
@@ -43,7 +42,7 @@ class Forks:
         return list(map(_drawn, await self._read(work.key, work.num, {**self._params, **own})))
 
     async def ask(self, verifier: Verifier, key: str) -> Drawn:
-        params = {name: value for name, value in self._params.items() if name in _TERMS}
+        params = {"cache_salt": self._params.get("cache_salt"), **terms_of(self._params)}
         params |= {"max_tokens": verifier.tokens, "temperature": 0.0, "seed": 0}
         params["logprobs"] = verifier.num_logprobs
         (branch,) = await self._read(key, [verifier.prompt], params)

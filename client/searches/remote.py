@@ -1,23 +1,17 @@
 """Searches that the gateway runs: one call each, whose stream has the tree as it grows."""
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing, closing
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from mallee.client.base import failing_as, raise_refusal, raise_refusal_async
 from mallee.client.calls import Call
 from mallee.client.errors import StreamBroken
 from mallee.client.results import event_body
-from mallee.client.sse import SseParser
 from mallee.protocol.errors import InvalidParameter
 from mallee.search.policy import Policy, SearchBudget
 from mallee.search.results import SearchResult
 from mallee.search.scores import Verifier
-
-if TYPE_CHECKING:
-    import httpx
 
 ServiceUrl: TypeAlias = Mapping[str, str]
 """`{"url": ...}`: a service of yours that values texts, of those that the operator allows."""
@@ -56,35 +50,8 @@ def search_call(
     return Call("POST", "/v1/search", known, cache_salt=params.get("cache_salt"))
 
 
-def run(call: Call, base_url: str, request: Callable[[Call], "httpx.Response"]) -> SearchResult:
-    """The result. Left early, it ends the search. Raises the server's error, StreamBroken."""
-    response, url, parser = request(call), base_url + call.path, SseParser()
-    if response.status_code >= 400:
-        raise_refusal(response, url)
-    with closing(response), failing_as(StreamBroken, url):
-        for chunk in response.iter_raw():
-            if (found := _found(parser.feed(chunk), url)) is not None:
-                return found
-    raise StreamBroken(url)
-
-
-async def run_async(
-    call: Call, base_url: str, request: Callable[[Call], Awaitable["httpx.Response"]]
-) -> SearchResult:
-    """As `run`. Cancelled, it ends the search."""
-    response, url, parser = await request(call), base_url + call.path, SseParser()
-    if response.status_code >= 400:
-        await raise_refusal_async(response, url)
-    async with aclosing(response):
-        with failing_as(StreamBroken, url):
-            async for chunk in response.aiter_raw():
-                if (found := _found(parser.feed(chunk), url)) is not None:
-                    return found
-    raise StreamBroken(url)
-
-
-def _found(events: Sequence[str], url: str) -> SearchResult | None:
-    """The result, if it has come: the others are of nodes that joined the tree.
+def read_search(events: Sequence[str], url: str) -> SearchResult | None:
+    """The result, if it is among the events of a stream: the others have nodes that joined the tree.
 
     Raises the server's error, StreamBroken.
     """

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Final, Literal
 
-from msgspec import Meta
+from msgspec import Meta, field
 
 from mallee.protocol.api.shared import OMITTED, AnyBody, Body
 
@@ -36,7 +36,35 @@ class Weights(Body, frozen=True, kw_only=True):
     workers: list[dict[str, Any]]
 
 
+class WorkerUse(Body, frozen=True, kw_only=True):
+    """Branches, blocks and capsules of a worker's engine, and its counts so far."""
+
+    running_branches: int
+    waiting_branches: int
+    live_blocks: int
+    cached_blocks: int
+    capsules: int
+    cached_tokens: int
+    prefill_tokens: int
+    evicted_blocks: int
+    preemptions: int
+
+
+class TierUse(Body, frozen=True, kw_only=True):
+    """KV below a worker's device: blocks that lie there by tier, and were moved so far by kind of move."""
+
+    block_nbytes: int
+    blocks: dict[str, int]
+    held_blocks: int
+    moved_blocks: dict[str, int]
+    dropped_blocks: int
+    declined_blocks: int
+    failed_moves: int
+
+
 class Worker(Body, frozen=True, kw_only=True):
+    """A worker, as a gateway sees it. Without `use` its process did not answer."""
+
     worker: str
     object: Literal["worker"]
     incarnation: str
@@ -56,8 +84,8 @@ class Worker(Body, frozen=True, kw_only=True):
     weight_version: str
     weight_change: dict[str, Any] | None
     metrics_at: str
-    use: dict[str, int] | None
-    tiers: dict[str, Any] | None
+    use: WorkerUse | None
+    tiers: TierUse | None
 
 
 class WorkerList(Body, frozen=True, kw_only=True):
@@ -70,10 +98,94 @@ class WorkerDraining(Body, frozen=True, kw_only=True):
     object: Literal["worker.draining"] = "worker.draining"
 
 
+class Candidate(Body, frozen=True, kw_only=True):
+    """A worker that could have taken a request. Prices are seconds; null: it could not go there."""
+
+    worker: str
+    eligible: bool
+    overlap_blocks: int
+    matched_blocks: int
+    pulled_blocks: int
+    queued_s: float
+    prefill_s: float
+    decode_s: float
+    fetch_s: float
+    displaced_s: float
+    pull_s: float
+    total: float | None
+
+
+class Prices(Body, frozen=True, kw_only=True):
+    """Seconds of each way; null: it is barred."""
+
+    wait_s: float | None
+    migrate_s: float | None
+    recompute_s: float | None
+
+
+class Spill(Prices, frozen=True, kw_only=True):
+    """The way of a part of a fan-out, and the prices that it was chosen by."""
+
+    how: str
+
+
+class Pull(Prices, frozen=True, kw_only=True):
+    """KV that the worker is told to fetch from others."""
+
+    reason: str
+    blocks: int
+    bytes: int
+    holders: list[dict[str, Any]] = field(name="from")
+
+
+class Decision(Body, frozen=True, kw_only=True):
+    """The choice of a worker."""
+
+    number: int
+    object: Literal["route.decision"]
+    request: str
+    worker: str
+    reason: str
+    prompt_tokens: int
+    num_blocks: int
+    rows: int
+    num_candidates: int
+    candidates: list[Candidate]
+    spill: Spill = OMITTED
+    pull: Pull = OMITTED
+
+
+class BranchCourse(Body, frozen=True, kw_only=True):
+    """One branch. Times are seconds since its request came."""
+
+    state: str
+    worker: str | None
+    moves: int
+    placed_s: float | None
+    first_token_s: float | None
+    end_s: float | None
+    prompt: str | None
+    cached_tokens: int
+    prefill_tokens: int
+    output_tokens: int
+    tokens_per_s: float | None
+
+
+class Course(Body, frozen=True, kw_only=True):
+    """The branches of a request of any client, from its arrival to their ends."""
+
+    object: Literal["request.life"]
+    prepare_s: float
+    cache: dict[str, Any] | None
+    branches: list[BranchCourse]
+
+
 class Decisions(Body, frozen=True, kw_only=True):
+    """`life`: the course of the request that was asked for."""
+
     object: Literal["list"]
-    data: list[dict[str, Any]]
-    life: dict[str, Any] = OMITTED
+    data: list[Decision]
+    life: Course = OMITTED
 
 
 class MetricsTarget(Body, frozen=True, kw_only=True):

@@ -26,10 +26,6 @@ class SessionRequest(AnyRequest, frozen=True, kw_only=True):
     parent: Annotated[SessionName, Meta(description="The session that a new one is below.")] = ""
 
 
-class CloseSessionRequest(AnyRequest, frozen=True, kw_only=True):
-    """SGLang's: `session_id` is the session to close."""
-
-
 # Answers
 
 

@@ -1,4 +1,4 @@
-"""Messages between gateways about what clients left and run: texts of capsules, sessions, graphs.
+"""Messages between gateways about what clients left and run: texts of capsules, sessions.
 
 Knows ids and the messages of workers. Nothing of buses.
 """

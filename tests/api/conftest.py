@@ -16,7 +16,14 @@ import pytest
 from anyio.from_thread import start_blocking_portal
 from starlette.applications import Starlette
 
-from mallee.api.api import DEFAULT_CHATS, build_api
+from mallee.api.api import (
+    DEFAULT_CHATS,
+    ApiSettings,
+    Draws,
+    Entry,
+    ServedModel,
+    build_api,
+)
 from mallee.api.text.chat import ChatTemplate
 from mallee.gateway.access.access import Access
 from mallee.gateway.capsules.capsules import CapsuleInfo
@@ -35,6 +42,7 @@ from mallee.router.dispatch.jobs import ForkJob, GenerateJob, Job, PrefillJob
 from mallee.router.router import Router
 from mallee.runtime.config import ChatSettings, HttpSettings
 from mallee.runtime.proxy.server import Server
+from mallee.runtime.tasks import Tasks
 from mallee.testing.bus import LocalBus, LocalHub
 from support.live_api import serving
 from support.plain_ids import SCOPES
@@ -186,6 +194,7 @@ class FakeService:
             eos_token_ids=(EOS,),
         )
         self.gateway_metrics = GatewayMetrics()
+        self.tasks = Tasks("a service")
         self.router = Router(RouterConfig(max_workers=8), clock=lambda: 0.0)
         self.records = SharedRecords(
             LocalBus(LocalHub()),
@@ -194,7 +203,7 @@ class FakeService:
             others=lambda: None,
             belongs=SCOPES.belongs,
         )
-        self.context = self.requests = self.operator = self
+        self.requests = self.operator = self
         self.sessions = SimpleNamespace(budget=lambda session, scope, parent: "")  # none has one
         self.started = threading.Event()
         self.closed = threading.Event()  # every stream started so far
@@ -211,6 +220,12 @@ class FakeService:
         self.capsules = FakeCapsules({name: CapsuleInfo(name, WorkerId("w0"), 32, 7)})
         self.started.clear()
         self.closed.clear()
+
+    @property
+    def context(self) -> Any:
+        return SimpleNamespace(
+            model=self.model, metrics=self.gateway_metrics, wall_clock=lambda: CREATED + 5.5
+        )
 
     @property
     def job(self) -> Any:
@@ -376,18 +391,10 @@ def make_app(
     seeds = iter(range(1000, 1_000_000))
     return build_api(
         service,
-        tokenizer,
-        ChatTemplate(PLAIN_CHAT),
-        access=access or Access(None, {}),
-        scopes=SCOPES,
-        model_name=MODEL,
-        limits=limits,
-        chats=chats,
-        created=CREATED,
-        clock=lambda: CREATED + 5.5,
-        new_id=lambda: "err_1",
-        draw_seed=lambda: next(seeds),
-        count_answer=service.gateway_metrics.answered,
+        ServedModel(MODEL, tokenizer, ChatTemplate(PLAIN_CHAT), CREATED),
+        Entry(access or Access(None, {}), SCOPES),
+        ApiSettings(limits, chats),
+        Draws(lambda: "err_1", lambda: next(seeds)),
     )
 
 

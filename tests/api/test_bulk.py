@@ -32,10 +32,10 @@ class Shelf:
     """A service's capsules, by scope; `inspect` tells what a worker would."""
 
     def __init__(self, service: Any) -> None:
-        self.model, self.records = service.model, service.records
-        self.gateway_metrics, self.new_name = service.gateway_metrics, service.new_name
+        self.context, self.records, self.tasks = service.context, service.records, service.tasks
+        self.new_name = service.new_name
         self.health, self.router = service.health, service.router
-        self.context = self.requests = self.operator = self.capsules = self
+        self.requests = self.operator = self.capsules = self
         self.held: dict[Scope, dict[CapsuleId, CapsuleInfo]] = {}
         self.silent: set[CapsuleId] = set()
         self.broken: set[CapsuleId] = set()

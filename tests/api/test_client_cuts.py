@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from mallee.client import AsyncMallee, ConnectionFailed, Mallee, MalleeError, StreamBroken
+from mallee.client import AsyncMallee, ConnectionFailed, Mallee, StreamBroken
+from mallee.protocol.errors import UnknownRequest
 from support.waiting import until
 
 
@@ -69,15 +70,6 @@ async def test_what_was_cut_is_fetched_and_not_computed_again(
         cutter.after = [min(after, 200)]
         assert (await client.prefill("abc", ttl_s=60)).id
     assert len(live.service.streams) == 2
-    cutter.after = [after, after]
-
-    def ask() -> None:
-        with Mallee(cutter.url) as sync:
-            assert [each.text for each in sync.complete("abc", n=3)] == texts
-            assert sync.prefill("abc", ttl_s=60).id
-
-    await asyncio.to_thread(ask)
-    assert len(live.service.streams) == 4
 
 
 async def test_cuts_are_followed_as_often_as_the_client_retries(live: Any, cutter: Cutter) -> None:
@@ -116,22 +108,18 @@ async def test_one_branch_is_pruned_and_a_request_tells_its_course(live: Any) ->
     live.service.holds_after = 2
     asked: list[Any] = []
     live.service.prune = lambda name, branches, scope: asked.append((name, branches)) or branches
-    live.service.life = lambda name, scope, **_: {"id": name, "age_s": 1.0, "branches": []}
+    record = {"object": "request", "age_s": 1.0, "state": "ended", "cache": None, "branches": []}
+    live.service.life = lambda name, scope, **_: {"id": name, **record}
     async with AsyncMallee(live.url) as client, client.stream("abc", n=2) as branches:
         async for _ in branches:
             if len(branches.branches) == 2:
                 break
         assert await branches.branches[1].prune()
         assert asked == [(branches.request_id, [1])]
-        assert (await client.request("req_7"))["id"] == "req_7"
-    del live.service.prune, live.service.life
-
-    def ask() -> str:
-        with Mallee(live.url) as sync, pytest.raises(MalleeError) as told:
-            sync.request("req_7")
-        return str(told.value.code)
-
-    assert await asyncio.to_thread(ask) == "request_not_found"
+        assert (await client.request("req_7")).id == "req_7"
+        del live.service.prune, live.service.life
+        with pytest.raises(UnknownRequest):
+            await client.request("req_7")
 
 
 async def test_closing_the_client_ends_its_streams(live: Any) -> None:

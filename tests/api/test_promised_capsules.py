@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from mallee.client import AsyncMallee
+from mallee.client import AsyncGraphRun, AsyncMallee, Graph
 from mallee.gateway.access.access import Access
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import CapsulesFull, Saturated, Unavailable
@@ -21,7 +21,7 @@ from mallee.testing.random_model import random_model
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
 from support.gated import Gate
-from support.graphs_asked import streamed, times_add_up
+from support.graph_runs import times_add_up
 from support.live_api import keyed, served
 from support.live_fleet import LiveFleet, lose, running
 from support.torch_threads import torch_threads
@@ -254,52 +254,51 @@ async def test_many_branches_begin_at_their_watermarks() -> None:
             assert fork.text == alone["text"]
 
 
+async def first_text(run: AsyncGraphRun) -> str:
+    """The node that is the first to have drawn a text."""
+    return (await anext(event async for event in run if event.type == "node.delta")).node
+
+
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_graph_s_branch_draws_its_first_token_before_its_prefill_has_ended(
     kind: str,
 ) -> None:
     """S6: at 500 of 3,500 tokens, as the 500 alone; what goes on from all waits for all."""
-    early = {"at": AT, "text": "(2", "max_tokens": 8, "sampling": DRAWN}
-    nodes = [
-        {"kind": "prefill", "name": "doc", "text": bytes(PROMPT).decode()},
-        {"kind": "branch", "name": "early", "of": "doc", **early},
-        {"kind": "branch", "name": "late", "of": "doc", **{**early, "at": None}},
-    ]
-    async with scene(kind) as s:
+    graph = Graph()
+    doc = graph.prefill(bytes(PROMPT).decode())
+    drawn: Any = {"max_tokens": 8, **DRAWN}
+    early = graph.branch(doc, "(2", at=AT, name="early", **drawn)
+    late = graph.branch(doc, "(2", name="late", **drawn)
+    async with scene(kind) as s, AsyncMallee(str(s.client.base_url)) as client:
         s.gate.shut()
-        async with streamed(s.client, *nodes) as stream:
-            first = asyncio.create_task(stream.until("node.delta"))
-            await s.run(first.done)
-            assert first.result()["node"] == "early"
-            assert s.gate.passes[-1][-1].end < len(PROMPT), "the prefill has not ended"
-            s.gate.open()
-            graph = await stream.until("graph.ended")
-            await stream.rest()
-        assert stream.ends() == {"doc": "done", "early": "done", "late": "done"}
-        found = (await s.client.get(f"/v1/graphs/{graph['id']}")).json()
+        run = client.run(graph)
+        first = asyncio.create_task(first_text(run))
+        await s.run(first.done)
+        assert first.result() == "early"
+        assert s.gate.passes[-1][-1].end < len(PROMPT), "the prefill has not ended"
+        s.gate.open()
+        found = await run.wait()
         times_add_up(found)
-        told = {name: node["mallee"] for name, node in found["nodes"].items()}
-        assert told["early"]["cached_tokens"] <= AT
-        for name, text in (("early", PROMPT[:AT]), ("late", PROMPT)):
+        assert {node.status for node in found.nodes.values()} == {"done"}
+        assert (found.nodes["early"].work.cached_tokens or 0) <= AT
+        for node, text in ((early, PROMPT[:AT]), (late, PROMPT)):
             alone = await s.expected(text + SUFFIX, max_tokens=8)
-            assert found["nodes"][name]["output"] == alone["text"]
-        computed = sum(each["prefill_tokens"] for each in told.values())
-        assert computed == len(PROMPT) + 2 * len(SUFFIX) + AT % 16  # of a block that is not full
+            assert found[node] == alone["text"]
+        assert found.prefill_tokens == 2 * len(SUFFIX) + AT % 16  # of a block that is not full
 
 
 async def test_a_prefill_ends_when_no_branch_needs_more_of_it() -> None:
     """S6, part: nothing is computed that nobody asked for, and nothing stays."""
-    nodes = [
-        {"kind": "prefill", "name": "doc", "text": bytes(PROMPT).decode()},
-        {"kind": "branch", "name": "early", "of": "doc", "at": AT, "text": "(2", "max_tokens": 1},
-    ]
-    async with scene() as s:
+    graph = Graph()
+    doc = graph.prefill(bytes(PROMPT).decode())
+    early = graph.branch(doc, "(2", at=AT, max_tokens=1)
+    async with scene() as s, AsyncMallee(str(s.client.base_url)) as client:
         s.gate.shut()
-        asked = asyncio.create_task(s.client.post("/v1/graphs", json={"nodes": nodes}))
+        asked = asyncio.create_task(client.run(graph).wait())
         await s.run(asked.done)
-        found = asked.result().json()
-        assert (found["status"], found["nodes"]["doc"]["status"]) == ("done", "cancelled")
-        assert found["nodes"]["doc"]["cause"] == "early"
+        found = asked.result()
+        assert (found.status, found.nodes[doc.name].status) == ("done", "cancelled")
+        assert found.nodes[doc.name].cause == early.name
         assert s.gate.passes[-1][-1].end < len(PROMPT)
         s.gate.open()
         await until(lambda: s.num_jobs == 0 and s.num_kept == 0)

@@ -276,16 +276,16 @@ async def test_the_sdk_has_every_verb() -> None:
         assert rest.text == branch.text[3:12]
         assert not (await early.unpin()).data.pinned
         assert (await early.pin(ttl_s=5)).data.pinned
-        names = [each.id for each in await client.capsules(limit=100)]
+        names = [each.id async for each in client.capsules(limit=1)]
         assert {capsule.id, early.id, branch.capsule} <= set(names)
         assert names == sorted(names)
-        assert await client.capsules(after=names[-1]) == []
+        assert [each async for each in client.capsules(after=names[-1])] == []
         with pytest.raises(UnknownBranch):
             await branch.capture()
         with pytest.raises(UnknownCapsule):
             await client.capsule(early.id, cache_salt="another's")
-        refused = await client.complete(PROMPT, **options, mallee={"keep": {"ttl_s": 60}})
-        assert refused[0].kept == "kept"
+        refused = await client.complete(PROMPT, **options, keep={"ttl_s": 60})
+        assert refused.kept == "kept"
 
 
 async def test_a_block_of_the_sdk_keeps_an_answers_capsule_that_the_cache_would_lose() -> None:
@@ -293,8 +293,8 @@ async def test_a_block_of_the_sdk_keeps_an_answers_capsule_that_the_cache_would_
     one_worker = tiny_api(MODEL, 1)
     async with one_worker as (http, fleet), AsyncMallee(str(http.base_url)) as client:
         options: Any = {**SAMPLED, "max_tokens": 40}
-        (branch,) = await client.complete(PROMPT, **options)
-        (lost,) = await client.complete(PROMPT[::-1], **options)
+        branch = await client.complete(PROMPT, **options)
+        lost = await client.complete(PROMPT[::-1], **options)
         assert branch.capsule is not None
         assert lost.capsule is not None
         async with client.capsule(branch.capsule) as capsule:

@@ -19,11 +19,9 @@ from mallee.api.text.chat import ChatTemplate
 from mallee.api.text.tokenizer import Tokenizer
 from mallee.api.tokenizing import Tokenizing
 from mallee.gateway.access.access import Access
-from mallee.gateway.metrics import GatewayMetrics
 from mallee.protocol.api.generate import DetokenizeRequest, TokenizeRequest
 from mallee.protocol.ids import COMMON
 from mallee.runtime.config import ChatSettings
-from mallee.runtime.tasks import Tasks
 from support.examples import examples
 from support.mock_scene import make_folder, mock_config
 from support.plain_ids import SCOPES
@@ -141,10 +139,7 @@ async def test_a_checkpoint_s_own_marks_are_plain_text_in_messages(
         "{% for m in messages %}<turn>{{ m.content }}{% endfor %}"
     )
     with ThreadPoolExecutor(1) as pool:
-        app = build.build_api(
-            *(mock_config(folder), service, Access(None, {}), SCOPES),
-            *(GatewayMetrics(), pool, Tasks("a service")),
-        )
+        app = build.build_api(mock_config(folder), service, Access(None, {}), SCOPES, pool)
         transport = httpx.ASGITransport(app=app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             asked = {

@@ -54,8 +54,6 @@ class Tenant:
         response = await self.made("/v1/responses", input=PROMPT, max_output_tokens=4)
         said = [{"role": "user", "content": PROMPT}]
         conversation = await self.made("/v1/conversations", items=said, metadata={SECRET: SECRET})
-        node = {"kind": "prefill", "name": f"{SECRET}-node", "text": PROMPT}
-        graph = await self.made("/v1/graphs", nodes=[node])
         path = f"/v1/conversations/{conversation['id']}/items"
         (item,) = (await self.ask("GET", path)).json()["data"]
         return {
@@ -65,8 +63,6 @@ class Tenant:
             "response": response["id"],
             "conversation": conversation["id"],
             "item": item["id"],
-            "graph": graph["id"],
-            "node": node["name"],
             "branch": "0",
         }
 
@@ -76,8 +72,6 @@ def calls(operation: Operation, names: dict[str, str]) -> tuple[str, Any] | None
     path = template(operation.path)
     params = set(re.findall(r"{(\w+)}", path)) - set(OWN)
     body: Any = None if operation.body is None else dict(operation.example)
-    if operation.handler == "sessions.close_named":
-        body, params = {"session_id": names["session"]}, {"session"}
     if not params or operation.handler in MAKING:
         return None
     for name, value in names.items():

@@ -17,6 +17,7 @@ from mallee.cli.demo import command as demo
 from mallee.cli.demo.search import ANSWER_TOKENS, search_table, searched, verdict
 from mallee.cli.main import cli, main
 from mallee.cli.options import require_serve_extra
+from mallee.client import Mallee
 from mallee.protocol.errors import ConfigError, ModelNotFound
 from mallee.testing.random_model import random_model
 from mallee.worker.model.loading.source import (
@@ -125,7 +126,8 @@ async def test_a_search_draws_no_more_tokens_than_the_samples() -> None:
     """D33, part: both from one capsule, which is not computed again; samples of a tiny model end early."""
     async with tiny_api(MODEL, 1, num_blocks=2048) as (client, _):
         made = await client.post("/v1/capsules", json={"prompt": "A tree of many trunks"})
-        ways = await run_sync(searched, str(client.base_url), made.json()["id"])
+        with Mallee(str(client.base_url)) as sdk:
+            ways = await run_sync(searched, sdk, made.json()["id"])
     assert 0 < ways["search"]["drawn"] <= ways["samples"]["drawn"] <= 8 * ANSWER_TOKENS
     for each in ways.values():
         assert 0 < each["score"] <= 1

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from mallee.cli.doctor import machine as doctor
 from mallee.cli.doctor.machine import Finding
 from mallee.cli.main import cli
+from mallee.client import Mallee
 from mallee.protocol.errors import ConfigError
 from mallee.runtime.addresses import free_port
 from mallee.runtime.bus import broker
@@ -101,12 +102,12 @@ def test_a_fault_ends_with_1_and_is_in_the_json(monkeypatch: pytest.MonkeyPatch)
 
 def test_health_that_is_no_service_or_a_sick_one_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     for health, verdict in (
-        ({}, "fault"),
+        ({"status": "unavailable", "reason": "not Mallee's answer"}, "fault"),
         ({"status": "degraded", "broker": "down", "workers": []}, "note"),
         ({"status": "unavailable"}, "fault"),
         ({"status": "ok"}, "ok"),
     ):
-        monkeypatch.setattr(doctor, "ask", lambda *_, health=health: health)
+        monkeypatch.setattr(Mallee, "health", lambda _, health=health: health)
         (found,) = doctor.service("http://127.0.0.1:1")
         assert (found.verdict, bool(found.remedy)) == (verdict, verdict != "ok")
 

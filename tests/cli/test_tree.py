@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from mallee.cli.main import cli
 from mallee.cli.tree import grow
-from mallee.protocol.errors import ConfigError, InvalidParameter
+from mallee.protocol.errors import InvalidParameter
 from mallee.testing.random_model import random_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -70,18 +70,3 @@ def test_a_tree_that_cannot_be_is_refused_by_name(field: str, options: dict[str,
     with pytest.raises(InvalidParameter) as caught:
         grow(forward, [1, 2], **{"width": 2, "depth": 2, "tokens": 2, "seed": 0, **options})
     assert caught.value.fields["param"] == field
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ([], "give PROMPT, or --live"),
-        (["--live", "--width", "2"], "--width: is of a tree that grows here"),
-        (["a", "--url", "http://127.0.0.1:1"], "--url: is of --live"),
-        (["a", "--interval-s", "2"], "--interval-s: is of --live"),
-    ],
-)
-def test_options_of_the_other_kind_of_tree_are_refused(arguments: list[str], says: str) -> None:
-    refused = CliRunner(env={"MALLEE_URL": "http://127.0.0.1:1"}).invoke(cli, ["tree", *arguments])
-    assert isinstance(refused.exception, ConfigError)
-    assert says in str(refused.exception)

@@ -1,6 +1,5 @@
 """The SDK against a real loopback server that speaks in awkward pieces."""
 
-import inspect
 import json
 import re
 import threading
@@ -27,6 +26,8 @@ from mallee.client import (
     MalleeError,
     NoCapsule,
     Overloaded,
+    SessionNode,
+    SessionTree,
     StreamBroken,
     ToolCall,
     UnknownCapsule,
@@ -35,15 +36,18 @@ from mallee.client import (
 )
 from mallee.client.html import MAX_DEPTH, nodes_html
 from mallee.client.results import choice_events
-from mallee.client.sessions import SessionNode, SessionTree
 from mallee.client.view import live, render
+from mallee.protocol.api.capsules import ImportRequest
+from mallee.protocol.api.generate import ChatRequest, CompletionRequest, ForkRequest, RestoreRequest
+from mallee.protocol.api.shared import Extras
 from mallee.protocol.errors import CapsulesFull, Unavailable
+from support.blocking import TARGET, generated
 
 pytestmark = pytest.mark.real_time  # its server has threads
 
 CAPSULE = {
-    "id": "req_1.0", "object": "capsule", "created": 1, "model": "m", "worker": "w1",
-    "tokens": 100, "prefill_tokens": 90, "cached_tokens": 10, "usage": {},
+    "id": "req_1.0", "object": "capsule", "created": 1, "model": "m", "worker": "w1", "status": "ready",
+    "tokens": 100, "prefill_tokens": 90, "cached_tokens": 10,
 }  # fmt: skip
 EXTRAS = {"worker": "w1", "capsule": "req_2.1", "cached_tokens": 100, "prefill_tokens": 3}
 
@@ -76,7 +80,7 @@ class Script:
         self.url = ""
         self.health: tuple[int, Any] = (503, {"status": "unavailable"})
         self.is_gone = False  # the capsule, for DELETE
-        self.pinned: bool | None = None  # the capsule, as GET says
+        self.pinned: bool | None = None  # the capsule, as GET says; None: left out
         self.shown: list[dict[str, Any]] = []  # what else it says of it: the next answers
         self.is_full = False  # for pins
         self.refusals: list[
@@ -99,8 +103,8 @@ class Script:
                 return 200, {"data": [{"id": "m"}]}, {}
             case "GET", "/v1/capsules/req_1.0":
                 seen = {k: CAPSULE[k] for k in CAPSULE if "_tokens" not in k}
-                told = self.shown.pop(0) if self.shown else {}
-                return 200, {**seen, "pinned": self.pinned, **told}, {}
+                seen |= {} if self.pinned is None else {"pinned": self.pinned}
+                return 200, {**seen, **(self.shown.pop(0) if self.shown else {})}, {}
             case "GET", _:
                 return refused(404, "capsule 'x' is not held", "capsule_not_found")
             case "DELETE", _ if self.is_gone:
@@ -234,7 +238,7 @@ def test_a_block_keeps_the_capsule_that_it_is_given_and_deletes_it(
     with Mallee(server.url) as client:
         with ends(), client.capsule("req_1.0") as capsule:
             assert [seen[:2] for seen in server.seen[1:]] == pins
-            assert capsule.data.pinned == (True if pins else pinned)
+            assert bool(capsule.data.pinned) == bool(pins or pinned)
             capsule.fork(2).wait()
             if error is not None:
                 raise error
@@ -275,23 +279,20 @@ async def test_an_async_block_keeps_the_capsule_that_it_is_given_and_deletes_it(
     assert [seen[:2] for seen in server.seen] == [*kept * 4, *made]
 
 
-async def test_a_block_whose_capsule_is_not_kept_is_not_entered(server: Script) -> None:
+def test_a_block_whose_capsule_is_not_kept_is_not_entered(server: Script) -> None:
     """K15, part: the capsule stays as it was."""
     server.pinned, server.is_full = False, True
     client = Mallee(server.url)
     with client, pytest.raises(CapsulesFull, match="no room"), client.capsule("req_1.0"):
         raise AssertionError("entered")
-    async with AsyncMallee(server.url) as aclient:
-        with pytest.raises(CapsulesFull, match="no room"):
-            async with aclient.capsule("req_1.0"):
-                raise AssertionError("entered")
     assert DELETED not in [seen[:2] for seen in server.seen]
 
 
 def test_an_ended_branch_is_kept_in_a_block(server: Script) -> None:
     """K15, part: its capsule, in one request."""
     with Mallee(server.url) as client:
-        _, branch = client.complete("hi", n=2)
+        _, branch = client.complete("hi", n=2, keep=True, priority=3)
+        assert server.seen[0][2]["mallee"] == {"keep": True, "priority": 3}
         server.seen.clear()
         with branch.pin(ttl_s=9) as capsule:
             assert capsule.data.pinned
@@ -342,7 +343,8 @@ def test_a_capsule_can_be_used_before_it_is_computed(server: Script) -> None:
         with pytest.raises(Unavailable, match="still computing after 0 s"):
             capsule.wait(timeout_s=0.0)
         assert capsule.data.computed_tokens == 30
-        failed = {"message": "no room", "code": "capsules_full", "type": "x", "param": None}
+        failed = {"message": "no room", "code": "capsules_full", "type": "server_error"}
+        failed["param"] = None  # type: ignore[assignment]
         server.shown = [{"status": "failed", "error": failed}]
         with pytest.raises(CapsulesFull, match="no room"):
             capsule.wait()
@@ -393,7 +395,7 @@ def test_a_branch_knows_its_request_and_what_it_took(server: Script) -> None:
 
 def test_every_error_of_the_sdk_is_a_mallee_error(server: Script) -> None:
     exported = [getattr(mallee.client, name) for name in mallee.client.__all__]
-    errors = [each for each in exported if issubclass(each, Exception)]
+    errors = [each for each in exported if isinstance(each, type) and issubclass(each, Exception)]
     assert len(errors) >= 10
     assert all(issubclass(each, MalleeError) for each in errors)
     with Mallee(server.url) as client, pytest.raises(MalleeError, match="not JSON"):
@@ -516,25 +518,19 @@ SOON = {"Retry-After": "0"}
         ([(400, SOON, "invalid_request")], 1, MalleeError),
     ],
 )
-async def test_what_was_refused_for_now_is_sent_again_and_nothing_else(
+def test_what_was_refused_for_now_is_sent_again_and_nothing_else(
     server: Script, refusals: list[Any], num_sent: int, error: type[Exception] | None
 ) -> None:
-    """I17, part: `Retry-After` is followed, by both clients, for streams, bodies and questions."""
+    """I17, part: `Retry-After` is followed, for streams, bodies and questions."""
     with Mallee(server.url) as client:
         for call in (client.models, lambda: client.prefill("x"), lambda: client.complete("x")):
             server.refusals, server.seen = list(refusals), []
             with nullcontext() if error is None else pytest.raises(error):
                 call()
             assert len(server.seen) == num_sent
-    async with AsyncMallee(server.url) as aclient:
-        for ask in (aclient.models, lambda: aclient.prefill("x"), lambda: aclient.complete("x")):
-            server.refusals, server.seen = list(refusals), []
-            with nullcontext() if error is None else pytest.raises(error):
-                await ask()
-            assert len(server.seen) == num_sent
 
 
-async def test_retries_are_counted_and_can_be_turned_off(server: Script) -> None:
+def test_retries_are_counted_and_can_be_turned_off(server: Script) -> None:
     """I17, part: no deletion of many, as the second answer would not count what the first had deleted."""
     server.refusals = [(503, SOON, "overloaded")] * 10
     for most in (0, 1, 4):
@@ -547,10 +543,30 @@ async def test_retries_are_counted_and_can_be_turned_off(server: Script) -> None
     server.seen = []
     with Mallee(server.url) as client, pytest.raises(MalleeError):
         client.delete_capsules(all=True)
-    async with AsyncMallee(server.url) as aclient:
-        with pytest.raises(MalleeError):
-            await aclient.delete_capsules(all=True)
-    assert [method for method, *_ in server.seen] == ["DELETE"] * 2
+    assert [method for method, *_ in server.seen] == ["DELETE"]
+
+
+def test_one_answer_is_asked_for_alone_and_several_by_their_number(server: Script) -> None:
+    server.stream = chunk(0, "one", "stop") + b"data: [DONE]\n\n"
+    with Mallee(server.url, timeout=9, default_headers={"x-session-id": "s"}) as client:
+        assert client.complete("x").text == "one"
+        assert [each.text for each in client.complete("x", n=1)] == ["one"]
+        assert client.complete([5, 6]).text == "one"
+        for several in (["x", "y"], [[5], [6]]):
+            with pytest.raises(
+                InvalidParameter, match="n=None: of several prompts give the number"
+            ):
+                client.complete(several)
+        patient = client.with_options(model="m", max_retries=0)
+        patient.complete("x")
+        assert (server.seen[-1][2]["model"], patient.timeout) == ("m", 9)
+        patient.close()
+        assert client.models() == ["m"], "the connections are the first one's"
+
+
+def test_the_synchronous_client_is_as_it_is_generated() -> None:
+    """`make generate` writes it from the asynchronous one."""
+    assert TARGET.read_text() == generated(), "run `make generate`"
 
 
 def test_a_client_is_for_many_threads(server: Script) -> None:
@@ -559,28 +575,6 @@ def test_a_client_is_for_many_threads(server: Script) -> None:
     assert {(a.text, b.text) for a, b in answers} == {(" a!", " bü🌱")}
     asked = {body["prompt"] for *_, body, _ in server.seen}
     assert asked == {f"prompt {i}" for i in range(64)}
-
-
-@pytest.mark.parametrize(
-    ("sync", "twin"),
-    [
-        (Mallee, AsyncMallee),
-        (mallee.client.Capsule, mallee.client.AsyncCapsule),
-        (Branch, mallee.client.AsyncBranch),
-        (mallee.client.Branches, mallee.client.AsyncBranches),
-    ],
-)
-def test_both_clients_have_the_same_methods_and_parameters(sync: type, twin: type) -> None:
-    def methods(kind: type) -> dict[str, list[tuple[str, Any, Any]]]:
-        found = {}
-        for name in dir(kind):
-            method = getattr(kind, name)
-            if callable(method) and (name == "__init__" or not name.startswith("_")):
-                parameters = inspect.signature(method).parameters.values()
-                found[name] = [(p.name, p.kind, p.default) for p in parameters]
-        return found
-
-    assert methods(sync) == methods(twin)
 
 
 def test_a_notebook_shows_the_tree(server: Script) -> None:
@@ -620,8 +614,8 @@ THOUGHTFUL = (
 )
 
 
-async def test_reasoning_and_calls_arrive_with_their_logprobs(server: Script) -> None:
-    """I5, part: apart from the text, by both clients; the chats' parameters are sent as they are."""
+def test_reasoning_and_calls_arrive_with_their_logprobs(server: Script) -> None:
+    """I5, part: apart from the text; the chats' parameters are sent as they are."""
     server.stream = THOUGHTFUL
     tools = [{"type": "function", "function": {"name": "rain"}}]
     params: dict[str, Any] = {
@@ -632,28 +626,24 @@ async def test_reasoning_and_calls_arrive_with_their_logprobs(server: Script) ->
     with Mallee(server.url) as client, client.stream(messages=messages, **params) as branches:
         events = list(branches)
         (branch,) = branches.wait()
-    async with AsyncMallee(server.url) as aclient:
-        (twin,) = await aclient.complete(messages=messages, **params)
     assert [(e.reasoning, e.text, [c.name for c in e.tool_calls]) for e in events] == [
         *[("Hm", "", []), ("m.", "", []), ("", "", []), ("", "Yes.", [])],
         *[("", "", ["rain"]), ("", "", ["wind"]), ("", "", [])],
     ]
-    for each in (branch, twin):
-        assert (each.reasoning, each.text, each.finish_reason) == ("Hmm.", "Yes.", "tool_calls")
-        assert each.tool_calls == [
-            ToolCall(f"call_{i}", name, '{"city": "Perth"}')
-            for i, name in ((0, "rain"), (1, "wind"))
-        ]
-        assert each.logprobs == {"content": [1, 2, 3, 4]}
-    for _, _, body, _ in server.seen:
-        assert {name: body[name] for name in params} == params
+    assert (branch.reasoning, branch.text, branch.finish_reason) == ("Hmm.", "Yes.", "tool_calls")
+    assert branch.tool_calls == [
+        ToolCall(f"call_{i}", name, '{"city": "Perth"}') for i, name in ((0, "rain"), (1, "wind"))
+    ]
+    assert branch.logprobs == {"content": [1, 2, 3, 4]}
+    ((_, _, body, _),) = server.seen
+    assert {name: body[name] for name in params} == params
 
 
 # Sessions as notebooks show them
 
 
 def node(capsule: str, parent: str | None, **more: object) -> SessionNode:
-    given = {"tokens": 7, "created": 1, "is_root": False, "held": True, **more}
+    given = {"tokens": 7, "created": 1, "is_root": False, "held": True, "worker": None, **more}
     return SessionNode(capsule=capsule, parent=parent, request="r", **given)  # type: ignore[arg-type]
 
 
@@ -671,6 +661,7 @@ def test_capsules_stand_below_those_that_they_continue() -> None:
         last_used=1,
         capsules=4,
         running=0,
+        budget=None,
         children=[],
         nodes=[
             node("c1", None, tier="host", pinned=True),
@@ -694,3 +685,15 @@ def test_a_long_conversation_stays_on_the_page() -> None:
     margins = [margin for margin, _ in rows_of(html)]
     assert len(margins) == 1000
     assert max(margins) == 0.6 + 1.2 * MAX_DEPTH
+
+
+def test_keywords_are_fields_of_the_declared_bodies() -> None:
+    """Of the calls, or of their `mallee` object."""
+    extras = set(Extras.__struct_fields__)
+    for keywords, kinds in (
+        (calls.Sampling, (CompletionRequest, ChatRequest, ForkRequest)),
+        (calls.Going, (RestoreRequest,)),
+        (calls.Importing, (ImportRequest,)),
+    ):
+        declared = {name for kind in kinds for name in kind.__struct_fields__}
+        assert set(keywords.__annotations__) <= declared | extras

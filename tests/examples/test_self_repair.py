@@ -120,7 +120,7 @@ async def test_one_branch_passes_the_others_fail_or_are_pruned(tested: None) -> 
             await until(lambda: not engine.branches)
             assert winner is agent.attempts[0]
             drawn = engine.stats().num_output_tokens
-            left = [each.capsule for each in await client.capsules() if each.id != capsule.id]
+            left = [each.id async for each in client.capsules() if each.id != capsule.id]
             assert left == []
         assert capsule.prefill_tokens == capsule.tokens
         suffixes = [self_repair.SUFFIX.format(instruction=each) for each in STRATEGIES.values()]

@@ -5,25 +5,26 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mallee.graphs.effects import Cancel, Ended, Expanded, Over, Release, Start
-from mallee.graphs.graph import Graph, checked_graph
+from mallee.graphs.graph import CheckedGraph, checked_graph
 from mallee.graphs.nodes import (
     Branch,
+    Filled,
+    Handle,
+    Item,
     Join,
     Map,
     Node,
     Prefill,
-    Ref,
+    Text,
     Tool,
     Wait,
     num_awaited,
-    parts,
 )
-from mallee.graphs.run import NodeRun, Output, Run, RunLimits
+from mallee.graphs.run import Cancel, Ended, NodeRun, Output, Release, Run, RunLimits, Start
 from mallee.protocol.errors import MalleeError, Unavailable
 
 
-def random_graph(rng: Random, num_nodes: int) -> Graph:
+def random_graph(rng: Random, num_nodes: int) -> CheckedGraph:
     """Layers of up to a tenth of the nodes, with diamonds and joins: nodes take from those in layers before.
 
     Most take from the last two layers, some from far above.
@@ -51,25 +52,25 @@ def _node(rng: Random, name: str, before: list[Node]) -> Node:
     def some(most: int) -> list[str]:
         return rng.sample(sorted(set(texts)), min(len(set(texts)), rng.randint(0, most)))
 
-    text: list[str | Ref] = ["a ", *(Ref(node=each) for each in some(2)), f" {name}"]
+    text: Text = ("a ", *map(Handle, some(2)), f" {name}")
     kind = rng.random()
     if kind < 0.55 and capsuled:
         at = rng.choice([None, None, 3, 4])
         return Branch(name=name, of=rng.choice(capsuled), text=text, at=at, keep=keep)
     if kind < 0.8 and (inputs := some(5)):
         wait: Wait = rng.choice(["all", "first", rng.randint(1, len(inputs))])
-        return Join(name=name, inputs=inputs, wait=wait)
+        return Join(name=name, inputs=tuple(inputs), wait=wait)
     if kind < 0.86 and capsuled and texts:
         return Map(
             name=name,
             of=rng.choice(capsuled),
             over=rng.choice(texts),
-            text=[Ref(item=True)],
+            text=(Item(),),
             max_items=3,
             wait=rng.choice(["all", "first", 1]),
         )
     if kind < 0.93:
-        return Tool(name=name, call="x", input=text)
+        return Tool(name=name, call="x", text=text)
     return Prefill(name=name, text=text, keep=keep)
 
 
@@ -95,7 +96,7 @@ class PlainRun:
     One that is lost because of another is "failed", whatever became of that one.
     """
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: CheckedGraph) -> None:
         self.graph = graph
         self.nodes: dict[str, PlainNode] = {}
         self.inputs = {name: list(node.takes) for name, node in graph.nodes.items()}
@@ -197,10 +198,9 @@ class PlainRun:
 
     def input_text(self, name: str) -> str:
         """The text with which a node starts; of an item without its own."""
-        spec = self.graph.nodes[name]
-        text = spec.input if isinstance(spec, Tool) else getattr(spec, "text", "")
+        parts = self.graph.nodes[name].text
         return "".join(
-            part if isinstance(part, str) else self.nodes[part.node].text for part in parts(text)
+            self.nodes[part.name].text if isinstance(part, Handle) else str(part) for part in parts
         )
 
 
@@ -211,10 +211,10 @@ class Shell:
     """Carries out the effects of a run as workers would, with ends in random order, and checks each."""
 
     def __init__(
-        self, graph: Graph, rng: Random, limits: RunLimits, before: "Shell | None" = None
+        self, graph: CheckedGraph, rng: Random, limits: RunLimits, before: "Shell | None" = None
     ) -> None:
         """`before`: an earlier run of the graph, which came to no end; what it has done is taken over."""
-        done = {} if before is None else before.done
+        done: dict[str, Output] = {} if before is None else before.done
         self.graph = graph
         self.rng = rng
         self.limits = limits
@@ -222,7 +222,7 @@ class Shell:
             [0.0, 0.002, 0.04]
         )  # of each node to fail, and half of it to be ended
         self.now = 0.0
-        self.run = Run(graph, limits, self.now, None, done)
+        self.run = Run(graph, limits, self.now, done)
         self.model = PlainRun(graph)
         self.done = dict(done)  # what was computed, or told by a client, in order
         self.running: list[str] = []
@@ -231,7 +231,6 @@ class Shell:
         self.capsules: set[str] = set()  # that are there
         self.own_errors: dict[str, MalleeError] = {}
         self.ended: list[str] = []
-        self.num_over = 0
         self.is_cancelled = False
         for name in done:
             if name in graph.nodes:
@@ -255,12 +254,8 @@ class Shell:
                 case Ended(name):
                     assert name not in self.ended
                     self.ended.append(name)
-                case Expanded(name, items):
-                    assert all(item in self.run.nodes for item in items)
-                case Over():
-                    self.num_over += 1
 
-    def start(self, names: tuple[str, ...], texts: tuple[str, ...]) -> None:
+    def start(self, names: tuple[str, ...], texts: tuple[Filled, ...]) -> None:
         nodes = [self.run.nodes[name] for name in names]
         assert len(names) <= self.limits.fork
         parents = {node.node.parent for node in nodes}
@@ -301,10 +296,10 @@ class Shell:
         if chance < self.risk:
             self.own_errors[name] = Unavailable(f"{name} broke")
             self.model.event(name, "failed")
-            self.run.failed(name, self.own_errors[name], self.now)
+            self.run.lost(name, self.own_errors[name], self.now)
         elif chance < 1.5 * self.risk:
             self.model.event(name, "cancelled")
-            self.run.cancelled(name, self.now)
+            self.run.lost(name, None, self.now)
         else:
             text = "\n".join(f"{name}.{i}" for i in range(self.rng.randint(0, 4)))
             if self.run.nodes[name].leaves_capsule:
@@ -316,12 +311,12 @@ class Shell:
     def cancel(self) -> None:
         self.is_cancelled = self.run.wall_s is None
         self.model.cancel()
-        self.run.cancel(self.now)
+        self.run.end(None, self.now)
 
     # What must hold
 
     def check(self) -> None:
-        self.run.check()
+        assert self.run.wall_s is not None or self.running, "something is under way, or it is over"
         assert self.run.nodes.keys() == self.model.nodes.keys()
         for name, node in self.run.nodes.items():
             known = self.model.nodes[name]
@@ -350,7 +345,7 @@ class Shell:
         assert len(self.running) - len(computed) == self.limits.tools or len(queued) == len(waiting)
 
     def check_end(self) -> None:
-        assert self.num_over == 1
+        assert self.run.wall_s is not None
         assert not self.running
         assert sorted(self.ended) == sorted(self.run.nodes)
         kept = {name for name in self.capsules if not self.run.nodes[name].stays}
@@ -365,7 +360,7 @@ class Shell:
         known = "done" if is_done else "failed"
         assert self.run.status == ("cancelled" if self.is_cancelled else known)
         before = self.run.wall_s
-        self.run.cancel(self.now + 1)
+        self.run.end(None, self.now + 1)
         assert (self.run.effects(), self.run.wall_s) == ([], before)
 
     def check_node(self, node: NodeRun) -> None:

@@ -161,9 +161,9 @@ def test_clients_of_openai_and_anthropic_get_answers(service: ServeCommand) -> N
 async def test_the_page_shows_branches_that_run(service: ServeCommand) -> None:
     from playwright.async_api import expect
 
-    async with AsyncMallee(service.url, timeout_s=WAIT_S) as client:
+    async with AsyncMallee(service.url, timeout=WAIT_S) as client:
         session = client.session("grove")
-        (answer,) = await session.complete(DOCUMENT, max_tokens=4, ignore_eos=True)
+        answer = await session.complete(DOCUMENT, max_tokens=4, ignore_eos=True)
         forked = answer.fork(SUFFIXES, max_tokens=2000, ignore_eos=True)  # they end by the hang-up
         async with browser_page() as page, forked:
             await anext(aiter(forked))
@@ -181,7 +181,7 @@ def test_streams_go_on_with_the_same_tokens_when_their_worker_is_killed(
     service: ServeCommand,
 ) -> None:
     options: Any = {"max_tokens": 40, "ignore_eos": True, "temperature": 0}
-    with Mallee(service.url, timeout_s=WAIT_S) as client, client.prefill(DOCUMENT) as capsule:
+    with Mallee(service.url, timeout=WAIT_S) as client, client.prefill(DOCUMENT) as capsule:
         undisturbed = [each.text for each in capsule.fork(SUFFIXES, **options).wait()]
         replica = worker_process(service, capsule.worker)
         branches = capsule.fork(SUFFIXES, **options)
@@ -228,7 +228,7 @@ class Stream:
     def _read(self) -> None:
         options: Any = {"max_tokens": 7000, "ignore_eos": True}
         with (
-            Mallee(self._url, max_retries=0, timeout_s=WAIT_S) as client,
+            Mallee(self._url, max_retries=0, timeout=WAIT_S) as client,
             client.stream(DOCUMENT, **options) as branches,
         ):
             try:

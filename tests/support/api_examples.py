@@ -47,7 +47,7 @@ print(made.choices[0].message.content)""",
     + """\
     capsule = client.prefill("A long document ...", ttl_s=600)
     print(capsule.id)""",
-    "capsules.list": OURS + "    print(client.capsules())",
+    "capsules.list": OURS + "    print([capsule.id for capsule in client.capsules()])",
     "capsules.count": OURS + "    print(client.count_capsules())",
     "capsules.delete_many": OURS + "    print(client.delete_capsules(pinned=False))",
     "capsules.rewind": OURS + "    print(client.capsule(capsule).rewind(2).id)",

@@ -13,7 +13,7 @@ import jsonschema
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from hypothesis import strategies as st
 
-from mallee.api.api import build_api
+from mallee.api.api import ApiSettings, Draws, Entry, ServedModel, build_api
 from mallee.api.openapi.document import document, statuses, template
 from mallee.api.openapi.operations import EVENTS, JSON, OPERATIONS, Operation
 from mallee.api.text.chat import ChatTemplate
@@ -277,16 +277,10 @@ class FuzzedApi:
         self.counts: dict[int, int] = {}
         app = build_api(
             scene.gateway,
-            Tokenizer.load(folder),
-            ChatTemplate(CHATML),
-            access=Access(None, {}),
-            scopes=SCOPES,
-            model_name="tiny",
-            limits=HttpSettings(max_branches=8, max_body_bytes=100_000),
-            created=1,
-            clock=lambda: 1_760_000_000.0,
-            new_id=lambda: "err_1",
-            draw_seed=lambda: 1,
+            ServedModel("tiny", Tokenizer.load(folder), ChatTemplate(CHATML), created=1),
+            Entry(Access(None, {}), SCOPES),
+            ApiSettings(HttpSettings(max_branches=8, max_body_bytes=100_000)),
+            Draws(lambda: "err_1", lambda: 1),
         )
         transport = httpx.ASGITransport(app=app)
         self._client = httpx.AsyncClient(transport=transport, base_url="http://test")
@@ -340,11 +334,8 @@ class FuzzedApi:
                 found["capsule"] = choice["mallee"]["capsule"]
         if "request" in names:
             found["request"] = self._posted("/v1/completions")["id"]
-        if "session" in names or operation.handler == "sessions.close_named":
-            session = operation.example.get("session_id", "s")
-            self._posted("/v1/completions", session_id=session)
-        if "graph" in names:
-            found |= {"graph": self._posted("/v1/graphs")["id"], "node": "one"}
+        if "session" in names:
+            self._posted("/v1/completions", session_id="s")
         if "response" in names:
             found["response"] = self._posted("/v1/responses")["id"]
         if "conversation" in names:

@@ -3,7 +3,6 @@
 import asyncio
 import secrets
 import socket
-import time
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import yaml
 from starlette.applications import Starlette
 
-from mallee.api.api import DEFAULT_RESPONSES, build_api
+from mallee.api.api import DEFAULT_RESPONSES, ApiSettings, Draws, Entry, ServedModel, build_api
 from mallee.api.text.chat import ChatTemplate
 from mallee.gateway.access.access import Access
 from mallee.gateway.access.keys import new_key
@@ -66,21 +65,10 @@ def api_over(
 ) -> Starlette:
     return build_api(
         gateway,
-        tokenizer or CharTokenizer(),
-        chat,
-        access=access or Access(None, {}),
-        responses=responses,
-        scopes=SCOPES,
-        model_name="m",
-        limits=HttpSettings(**settings),
-        created=1,
-        clock=time.time,
-        new_id=lambda: "err",
-        draw_seed=lambda: secrets.randbits(64),
-        count_answer=gateway.context.metrics.answered,
-        count_callback=gateway.context.metrics.called_back,
-        count_search=gateway.context.metrics.searched,
-        tasks=gateway.tasks,
+        ServedModel("m", tokenizer or CharTokenizer(), chat, created=1),
+        Entry(access or Access(None, {}), SCOPES),
+        ApiSettings(HttpSettings(**settings), responses=responses),
+        Draws(lambda: "err", lambda: secrets.randbits(64)),
     )
 
 

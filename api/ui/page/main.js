@@ -4,12 +4,11 @@ import { ask, credentials, events, segment } from "./api.js";
 import { make, count } from "./dom.js";
 import { Details } from "./details.js";
 import { Forest } from "./forest.js";
-import { showGraph } from "./graph.js";
 import { Store, remember } from "./store.js";
 import { showWorkers } from "./workers.js";
 
 const $ = (id) => document.getElementById(id);
-const PANES = ["forest", "workers", "graph"];
+const PANES = ["forest", "workers"];
 const RETRY_MS = [500, 1000, 2000, 5000], EVERY_MS = 1000, TEXTS_AT_ONCE = 4, TAIL_TOKENS = 40;
 
 const store = new Store();
@@ -199,14 +198,6 @@ async function poll(look, signal) {
 }
 
 for (const name of PANES) $(`tab-${name}`).addEventListener("click", () => openPane(name));
-$("find-graph").addEventListener("submit", (event) => {
-  event.preventDefault();
-  polling?.abort();
-  polling = new AbortController();
-  trouble("");
-  const id = new FormData(event.target).get("graph").trim();
-  poll((signal) => showGraph($("timeline"), id, signal), polling.signal);
-});
 $("ask").addEventListener("submit", (event) => {
   event.preventDefault();
   const given = new FormData(event.target);
@@ -252,7 +243,7 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && isTyping) $("forest").focus();
   if (isTyping || event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog[open]")) return;
   const does = {
-    1: () => openPane("forest"), 2: () => openPane("workers"), 3: () => openPane("graph"),
+    1: () => openPane("forest"), 2: () => openPane("workers"),
     d: turnTheme, "?": () => $("help").showModal(), "/": () => $("filter").focus(),
     f: () => details.focusFork(), p: () => details.pressPrune(),
   }[event.key];

@@ -1,7 +1,7 @@
 """The screen of `mallee top`."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from typing import ClassVar, Final
 
 from rich.console import Group, RenderableType
@@ -10,27 +10,25 @@ from textual import on, work
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical, VerticalScroll
-from textual.notifications import SeverityLevel
 from textual.widget import Widget
-from textual.widgets import DataTable, Footer, Static, TabbedContent, TabPane, Tree
+from textual.widgets import DataTable, Footer, Static, TabbedContent, TabPane
 
 from mallee.cli.remote import fleet
-from mallee.cli.remote.course import Course, Decision, course_parts, decision_parts, ms
+from mallee.cli.remote.course import course_parts, decision_parts, ms
 from mallee.cli.remote.fleet import Sample
-from mallee.cli.remote.forest import Place
 from mallee.cli.remote.screen import cache, load
 from mallee.cli.remote.screen.asking import LiveService, Look
-from mallee.cli.remote.screen.question import Question
-from mallee.cli.remote.screen.sessions import Details, Forest, short
 from mallee.cli.remote.screen.tables import LiveTable
-from mallee.client.sessions import SessionTree
+from mallee.protocol.api.operator import Course, Decision
 from mallee.protocol.errors import MalleeError, NotFound
 
-PANES: Final = ("workers", "sessions", "cache", "load", "requests")
+PANES: Final = ("workers", "cache", "load", "requests")
 DECISIONS: Final = (
     *("request", "worker", "reason", "prompt", "cached", "price, ms", "workers", "spill", "pull"),
 )
 _NUMBERS: Final = frozenset(("prompt", "cached", "price, ms", "workers"))
+_ID_CHARS: Final = 12
+_FORGOTTEN: Final = "the course of its request is not remembered any more"
 
 
 class Pane(Vertical):
@@ -54,7 +52,6 @@ class Top(App[None]):
     TabbedContent, ContentSwitcher, TabPane { height: 1fr; }
     TabPane { padding: 0; }
     .missing { height: auto; padding: 0 1; color: $text-warning; display: none; }
-    #forest { height: 2fr; padding: 0 1; }
     LiveTable { height: 1fr; }
     .details { height: 1fr; border-top: solid $primary; padding: 0 1; }
     .details Static { width: auto; }
@@ -66,8 +63,6 @@ class Top(App[None]):
             for number, name in enumerate(PANES, 1)
         ),
         Binding("r", "refresh", "Refresh"),
-        Binding("p", "prune", "Prune below"),
-        Binding("c", "close_session", "Close session"),
         Binding("d", "toggle_dark", "Dark or light"),
         Binding("q", "quit", "Quit"),
         Binding("ctrl+c", "quit", "Quit", show=False, priority=True),
@@ -97,9 +92,6 @@ class Top(App[None]):
         match pane:
             case "workers":
                 yield LiveTable(fleet.COLUMNS, id="fleet", numbers=fleet.NUMBERS)
-            case "sessions":
-                yield Forest(id="forest")
-                yield VerticalScroll(Static(id="capsule"), classes="details")
             case "cache":
                 yield LiveTable(cache.COLUMNS, id="tiers", numbers=cache.NUMBERS)
             case "load":
@@ -128,9 +120,7 @@ class Top(App[None]):
         """Look, and wait for the next time or a key. A look that takes long delays the next, and no key."""
         while self.is_running:
             self._asked.clear()
-            look = await self._service.look(
-                wants_sessions=self.pane == "sessions", wants_decisions=self.pane == "requests"
-            )
+            look = await self._service.look(wants_decisions=self.pane == "requests")
             if not self.is_running:
                 return
             self._show(look)
@@ -152,9 +142,6 @@ class Top(App[None]):
             if look.fleet.answer is not None:
                 head = self._show_fleet(look.fleet.answer)
         self.query_one("#head", Static).update(head)
-        if look.sessions is not None:
-            self._pane("sessions").say(look.sessions.missing)
-            self._show_sessions(look.sessions.answer)
         if look.decisions is not None:
             self._pane("requests").say(look.decisions.missing)
             self._show_decisions(look.decisions.answer)
@@ -169,12 +156,6 @@ class Top(App[None]):
         self.query_one("#figures", LiveTable).tell(self._history.rows())
         figures = {**sample.gauges(), **sample.rates(before)}
         return Group(fleet.head(sample.health), fleet.figures_line(figures))
-
-    def _show_sessions(self, sessions: list[SessionTree] | None) -> None:
-        if sessions is not None:
-            shown = self.query_one(Forest)
-            shown.tell(sessions)
-            self._show_capsule(shown.selected)
 
     def _show_decisions(self, decisions: list[Decision] | None) -> None:
         if decisions is not None:
@@ -193,26 +174,9 @@ class Top(App[None]):
 
     # What is at the cursor
 
-    @on(Tree.NodeHighlighted, "#forest")
-    def _on_place(self, event: Tree.NodeHighlighted[Place]) -> None:
-        self._show_capsule(event.node.data)
-
     @on(DataTable.RowHighlighted, "#decisions")
     def _on_decision(self, event: DataTable.RowHighlighted) -> None:
         self._show_decision(event.row_key.value)
-
-    @work(exclusive=True, group="capsule")
-    async def _show_capsule(self, place: Place | None) -> None:
-        if not self.is_running:
-            return
-        shown, view = self.query_one(Forest), self.query_one("#capsule", Static)
-        node = None if place is None else shown.capsule(place)
-        details = Details(None if place is None else shown.session(place.session), node)
-        if node is not None:
-            course = await self._course(self._service.course, node.request)
-            details = details._replace(course=course)
-        if self.is_running:
-            view.update(details.drawn())
 
     @work(exclusive=True, group="decision")
     async def _show_decision(self, key: str | None) -> None:
@@ -221,7 +185,7 @@ class Top(App[None]):
         decision, view = self._decisions.get(key or ""), self.query_one("#decision", Static)
         parts: list[RenderableType] = []
         if decision is not None:
-            course = await self._course(self._service.course_for_operators, decision.request)
+            course = await self._course(decision.request)
             parts += decision_parts(decision)
             parts += (
                 [Text(course, style="dim")] if isinstance(course, str) else course_parts(course)
@@ -229,12 +193,13 @@ class Top(App[None]):
         if self.is_running:
             view.update(Group(*parts))
 
-    async def _course(
-        self, ask: Callable[[str], Awaitable[Course | None]], request: str
-    ) -> Course | str:
+    async def _course(self, request: str) -> Course | str:
         """Or a sentence that says why it isn't known."""
         try:
-            return await ask(request) or "the course of its request is not remembered any more"
+            return (
+                await self._service.course(request)
+                or "the course of its request is not remembered any more"
+            )
         except NotFound:
             return "the course of its request is not remembered any more"
         except MalleeError as error:
@@ -243,8 +208,7 @@ class Top(App[None]):
     # Keys
 
     def _focus_pane(self) -> None:
-        for each in self.query(f"#{self.pane} LiveTable, #{self.pane} Forest"):
-            each.focus()
+        self.query_one(f"#{self.pane} LiveTable").focus()
 
     @on(TabbedContent.TabActivated)
     def _on_pane(self) -> None:
@@ -258,81 +222,19 @@ class Top(App[None]):
     def action_refresh(self) -> None:
         self._asked.set()
 
-    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        return action not in ("prune", "close_session") or self.pane == "sessions"
-
-    @work
-    async def action_prune(self) -> None:
-        """End what went on from the capsule at the cursor, after a question."""
-        forest = self.query_one(Forest)
-        place = forest.selected
-        if place is None or place.capsule is None:
-            self._notify("choose a capsule: what went on from it is ended", "warning")
-            return
-        num = forest.num_below(place)
-        text = (
-            f"Prune below {short(place.capsule)} of session {place.session}? Requests that went on from"
-            f" it end, and {num} capsules of them that are shown here, with all below, are released. The"
-            " capsule itself stays."
-        )
-        if await self.push_screen_wait(Question(text)):
-            await self._act(self._prune_below(place.capsule))
-
-    @work
-    async def action_close_session(self) -> None:
-        """Close the session at the cursor, after a question."""
-        forest = self.query_one(Forest)
-        place = forest.selected
-        session = None if place is None else forest.session(place.session)
-        if session is None:
-            self._notify("choose a session: it is ended and forgotten", "warning")
-            return
-        text = (
-            f"Close session {session.id}? Its {session.running} running requests end, and its"
-            f" {session.capsules} capsules are released. Sessions below it stay."
-        )
-        if await self.push_screen_wait(Question(text)):
-            await self._act(self._end_session(session.id))
-
-    async def _prune_below(self, capsule: str) -> str:
-        ended = await self._service.prune(capsule)
-        return f"pruned below {short(capsule)}: {len(ended)} requests ended"
-
-    async def _end_session(self, name: str) -> str:
-        closed = await self._service.close_session(name)
-        left = f", {closed.left} left with silent workers" if closed.left else ""
-        return (
-            f"closed {name}: {closed.released} capsules released{left},"
-            f" {closed.cancelled} requests ended"
-        )
-
-    async def _act(self, action: Awaitable[str]) -> None:
-        """Say how it went, and look again."""
-        try:
-            self._notify(await action, "information")
-        except MalleeError as error:
-            self._notify(str(error), "error")
-        self._asked.set()
-
-    def _notify(self, text: str, severity: SeverityLevel) -> None:
-        self.notify(text, severity=severity, markup=False)
-
 
 def _cells(decision: Decision) -> tuple[Text, ...]:
-    chosen = decision.chosen
-    return tuple(
-        map(
-            Text,
-            (
-                short(decision.request),
-                decision.worker,
-                decision.reason,
-                str(decision.prompt_tokens),
-                "" if chosen is None else str(chosen.overlap_blocks),
-                "" if chosen is None else ms(chosen.total),
-                str(decision.num_candidates),
-                "" if decision.spill is None else decision.spill.how,
-                "" if decision.pull is None else decision.pull.reason,
-            ),
-        )
+    chosen = next((each for each in decision.candidates if each.worker == decision.worker), None)
+    name, cut = decision.request[:_ID_CHARS], decision.request[_ID_CHARS:]
+    told = (
+        f"{name}…" if cut else name,
+        decision.worker,
+        decision.reason,
+        str(decision.prompt_tokens),
+        "" if chosen is None else str(chosen.overlap_blocks),
+        "" if chosen is None else ms(chosen.total),
+        str(decision.num_candidates),
+        decision.spill.how if decision.spill else "",
+        decision.pull.reason if decision.pull else "",
     )
+    return tuple(map(Text, told))

@@ -5,7 +5,8 @@ from typing import Final
 
 from rich.text import Text
 
-from mallee.cli.remote.fleet import Sample, Worker, bar
+from mallee.cli.remote.fleet import Sample, bar
+from mallee.protocol.api.operator import Worker
 
 ALL: Final = "all"
 COLUMNS: Final = (

@@ -112,24 +112,8 @@ async def running(client: httpx.AsyncClient) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def calling(client: httpx.AsyncClient) -> AsyncIterator[dict[str, str]]:
-    """The ids of a graph that waits for a tool, and of its node."""
-    body = {"nodes": [{"kind": "tool", "name": "look", "call": "search"}], "stream": True}
-    async with client.stream("POST", "/v1/graphs", json=body) as answer:
-        async for line in answer.aiter_lines():
-            event = json.loads(line.removeprefix("data: ") or "{}")
-            if event.get("type") == "tool.call":
-                yield {"graph": event["id"], "node": event["node"]}
-                return
-
-
-@asynccontextmanager
 async def givens(client: httpx.AsyncClient, operation: Operation) -> AsyncIterator[dict[str, str]]:
     """Ids that the example names, of things that are there while it runs."""
-    if operation.handler == "graphs.result":
-        async with calling(client) as made:
-            yield made
-        return
     made = await things(client, operation)
     if operation.handler not in RUNNING:
         yield made
@@ -142,7 +126,6 @@ A_MALLEE = {"prompt": "A mallee", "max_tokens": 2}
 MADE: dict[str, tuple[str, dict[str, Any]]] = {  # by a request, whose answer has the id
     "capsule": ("/v1/capsules", {"prompt": "A long document", "ttl_s": 600}),
     "request": ("/v1/completions", A_MALLEE),
-    "graph": ("/v1/graphs", {"nodes": [{"kind": "prefill", "name": "doc", "text": "A mallee"}]}),
     "response": (
         "/v1/responses",
         {"input": "A mallee", "max_output_tokens": 2, "background": True},
@@ -158,7 +141,7 @@ NAMED = {"file": "main.js", "model": "tiny", "worker": "none-of-ours", "branch":
 async def things(client: httpx.AsyncClient, operation: Operation) -> dict[str, str]:
     """Ids for the path's parameters, of things just made; a new parameter needs its case here.
 
-    The session that the example forks into is none yet, and the one that it closes is there.
+    The session that the example forks into is none yet.
     """
     made: dict[str, str] = {}
 
@@ -166,9 +149,6 @@ async def things(client: httpx.AsyncClient, operation: Operation) -> dict[str, s
         return (await client.post(path, json=body)).json()
 
     await client.delete("/v1/sessions/another")
-    if operation.handler == "sessions.close_named":
-        closed = {"session": operation.example["session_id"]}
-        await posted("/v1/completions", {**A_MALLEE, "mallee": closed})
     for name in names(operation):
         if name in MADE:
             made[name] = (await posted(*MADE[name]))["id"]

@@ -310,7 +310,7 @@ async def test_the_sdk_tells_scores() -> None:
         def ask() -> list[Any]:
             with Mallee(str(s.client.base_url)) as client:
                 score: Any = {"url": s.verifier.url, "below": 0.5, "every": 8}
-                return client.stream(**ASKED, mallee={"stop_when": {"score": score}}).wait()
+                return client.stream(**ASKED, stop_when={"score": score}).wait()
 
         found = await asyncio.to_thread(ask)
         assert [b.finish_reason for b in found] == ["condition", "length", "length"]

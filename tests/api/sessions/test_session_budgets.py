@@ -240,7 +240,7 @@ async def test_the_sdk_gives_sessions_budgets() -> None:
             with Mallee(url) as sync:
                 child = sync.session("child")
                 child.give_budget({"tokens": 30}, parent="s")
-                (branch,) = child.complete("A tree", max_tokens=99, ignore_eos=True)
+                branch = child.complete("A tree", max_tokens=99, ignore_eos=True)
                 with pytest.raises(BudgetSpent, match="none is left"):
                     child.complete("A tree")
                 other = sync.session("s").fork("t", budget={"branches": 1})

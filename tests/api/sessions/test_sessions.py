@@ -10,12 +10,12 @@ import pytest
 from starlette.datastructures import Headers
 from typer.testing import CliRunner
 
-from mallee.api.sessions.names import MAX_SESSION, SessionNames, read_session
+from mallee.api.sessions.names import SessionNames, read_session
 from mallee.api.text.chat import ChatTemplate
 from mallee.api.text.families import FAMILIES
 from mallee.cli.main import cli
 from mallee.client import AsyncMallee, Mallee, NotFound, Session, UnknownCapsule
-from mallee.protocol.api.shared import AnyRequest, Extras
+from mallee.protocol.api.shared import MAX_SESSION, AnyRequest, Extras
 from mallee.protocol.errors import InvalidParameter
 from mallee.testing.random_model import random_model
 from support.live_api import served
@@ -83,7 +83,7 @@ async def test_a_conversation_is_a_tree_of_capsules() -> None:
         assert (closed["released"], closed["left"], closed["cancelled"]) == (1, 0, 0)
         assert (await client.get(f"/v1/capsules/{capsule_of(d)}")).status_code == 404
         assert (await client.get(f"/v1/capsules/{capsule_of(b)}")).status_code == 200
-        closed = (await client.post("/close_session", json={"session_id": "s"})).json()
+        closed = (await client.delete("/v1/sessions/s")).json()
         assert closed["released"] == 5
         assert (await client.get("/v1/sessions/s")).status_code == 404
         left = (await client.get("/v1/capsules")).json()["data"]
@@ -206,13 +206,12 @@ async def test_the_sdk_and_the_command_list_show_fork_and_close(capsys: Any) -> 
                 async with client.session("left") as left:
                     await left.complete("abc", **FEW)
                     raise ZeroDivisionError
-            asked = {"mallee": {"session": "a b"}, "max_tokens": 2, "ignore_eos": True}
-            (branch,) = await client.stream(PROMPT, **asked).wait()  # type: ignore[arg-type]
-            (listed,) = await client.sessions()
+            branch = await client.complete(PROMPT, session="a b", **FEW)
+            (listed,) = [each async for each in client.sessions()]
             assert (listed.id, listed.capsules) == ("a b", 1)
             session = client.session("a b")
             tree = await session.show()
-            assert [node.tokens for node in tree.nodes] == [len(PROMPT) + 2]
+            assert [node.tokens for node in tree.nodes] == [len(PROMPT) + 3]
             fork = await session.fork("c")
             assert (fork.root, (await fork.show()).parent) == (tree.nodes[0].capsule, "a b")
             assert branch.text is not None
@@ -240,7 +239,7 @@ def talk(url: str) -> None:
         with client.session("bug-7", cache_salt="s") as session:
             with pytest.raises(NotFound):
                 session.show()
-            (first,) = session.complete("A tree", **FEW)
+            first = session.complete("A tree", **FEW)
             more = first.fork([" of", " and"], **FEW).wait()
             with session.stream("A tree of", **FEW) as branches:
                 streamed = branches.wait()
@@ -258,14 +257,14 @@ def talk(url: str) -> None:
             with pytest.raises(UnknownCapsule):
                 client.capsule(again.capsule, cache_salt="s")
             assert client.capsule(first.capsule, cache_salt="s").id == first.capsule
-            assert client.sessions() == []  # of another salt
+            assert list(client.sessions()) == []  # of another salt
             assert [each.id for each in client.sessions(cache_salt="s")] == ["bug-7"]
         for capsule in capsules:
             with pytest.raises(UnknownCapsule):
                 client.capsule(capsule, cache_salt="s")
         mine = client.session()
         assert mine.id != client.session().id
-        (branch,) = mine.complete("abc", mallee={"priority": 2}, **FEW)
+        branch = mine.complete("abc", priority=2, **FEW)
         assert [node.capsule for node in mine.show().nodes] == [branch.capsule]
         assert mine.close().released == 1
         with pytest.raises(NotFound):
@@ -275,7 +274,7 @@ def talk(url: str) -> None:
         with suppress(ZeroDivisionError), client.session("left") as left:
             left.complete("abc", **FEW)
             raise ZeroDivisionError
-        assert client.sessions() == []
+        assert list(client.sessions()) == []
         assert repr(Session(client, "x", None)) == "Session('x', root=None)"
 
 
@@ -414,7 +413,6 @@ async def test_a_name_with_a_slash_is_refused_wherever_one_is_given() -> None:
             ),
             ("POST", "/v1/sessions/s/fork", {"session": "a/b"}, "session"),
             ("PUT", "/v1/sessions/s", {"budget": {"tokens": 9}, "parent": "a/b"}, "parent"),
-            ("POST", "/close_session", {"session_id": "a/b"}, "session_id"),
         ]
         for method, path, body, param in bodies:
             error = (await client.request(method, path, json=body)).json()["error"]

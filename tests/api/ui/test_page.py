@@ -134,11 +134,8 @@ async def test_a_prefix_that_answers_share_is_drawn_once(stack: MockStack) -> No
             await page.locator("#details", has_text="Placed on w").wait_for()
 
 
-async def test_asking_searching_graphs_and_workers(stack: MockStack) -> None:
-    async with (
-        httpx.AsyncClient(base_url=stack.base_url, timeout=30) as client,
-        browser_page() as page,
-    ):
+async def test_asking_searching_and_workers(stack: MockStack) -> None:
+    async with browser_page() as page:
         await page.goto(f"{stack.base_url}/ui")
         await page.get_by_text("No sessions yet.").wait_for()
         await page.locator("#ask [name=session]").fill("<b>bold</b>")
@@ -153,24 +150,6 @@ async def test_asking_searching_graphs_and_workers(stack: MockStack) -> None:
         await page.locator("form.search button").click()
         await page.locator("#state", has_text="beam: best 0.").wait_for()
         await page.locator(".says .value").first.wait_for()
-
-        body = {
-            "nodes": [
-                {"kind": "prefill", "name": "doc", "text": "a mallee"},
-                {"kind": "branch", "name": "one", "of": "doc", "text": " is", "max_tokens": 4},
-            ]
-        }
-        graph = (await client.post("/v1/graphs", json=body)).json()["id"]
-        await page.keyboard.press("Escape")
-        await page.locator("#forest").focus()
-        await page.keyboard.press("3")
-        await page.locator("#find-graph input").fill(graph)
-        await page.locator("#find-graph button").click()
-        await page.locator("#timeline", has_text="done, 2 nodes").wait_for()
-        assert await page.locator(".lane .drew").count() == 1
-        await page.locator("#find-graph input").fill("none")
-        await page.locator("#find-graph button").click()
-        await page.locator("#trouble", has_text="none").wait_for()
 
         await page.locator("#tab-workers").click()
         await page.locator(".card", has_text="w1").wait_for()

@@ -327,7 +327,7 @@ async def test_the_pages_files_are_open_and_load_nothing_from_elsewhere(stack: S
         assert page.headers["content-type"].startswith("text/html")
         assert "default-src 'none'" in page.headers["content-security-policy"]
         names = ["page.css", "main.js", "api.js", "details.js", "dom.js", "forest.js"]
-        names += ["graph.js", "layout.js", "store.js", "workers.js"]
+        names += ["layout.js", "store.js", "workers.js"]
         for name in names:
             file = await stranger.get(f"/ui/{name}")
             assert file.status_code == 200, name

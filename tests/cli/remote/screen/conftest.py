@@ -33,10 +33,3 @@ def client_says_ok(client: Mallee) -> bool:
         return bool(client.health()["status"] == "ok")
     except ConnectionFailed:
         return False
-
-
-@pytest.fixture
-def client(url: str) -> Iterator[Mallee]:
-    with Mallee(url) as made:
-        yield made
-        made.delete_capsules(all=True)

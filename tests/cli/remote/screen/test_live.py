@@ -13,42 +13,20 @@ import pytest
 
 from mallee.cli.remote.screen.app import Top
 from mallee.cli.remote.screen.asking import LiveService
-from mallee.cli.remote.screen.sessions import short
-from mallee.client import AsyncMallee, Mallee
+from mallee.client import AsyncMallee
 from support.screens import has, shown
 
 pytestmark = pytest.mark.process
 
 
-async def test_a_fork_grows_on_the_screen_and_is_pruned_from_it(url: str, client: Mallee) -> None:
-    """X12, part: branches, capsules and workers of a real service, live; a subtree ended by a key."""
+async def test_an_answer_is_explained_on_the_screen(url: str) -> None:
+    """X12, part: workers and requests of a real service, live."""
     app = Top(LiveService(url, api_key=None), interval_s=0.2)
-    async with (
-        app.run_test(size=(110, 34), notifications=True) as pilot,
-        AsyncMallee(url) as asking,
-    ):
+    async with app.run_test(size=(110, 34)) as pilot, AsyncMallee(url) as client:
         await shown(app, pilot, has("w0", "w1", "ready"))
-        await pilot.press("2")
-        session = asking.session("grown")
-        (first,) = await session.complete("a tree of many trunks", max_tokens=4)
-        lines = await shown(app, pilot, has(short(str(first.capsule))))
-        (line,) = (line for line in lines if short(str(first.capsule)) in line)
-        assert "branches" not in line
-        forked = (await session.capsule(str(first.capsule))).fork(3, max_tokens=3)
-        branches = await forked.wait()
-        await shown(app, pilot, has("3 branches", *(short(str(each.capsule)) for each in branches)))
-        await pilot.press("down", "p")
-        await shown(app, pilot, has("Prune below", "and 3 capsules"))
-        await pilot.press("y")
-        gone = [f"{short(str(each.capsule))}  12 tokens, gone" for each in branches]
-        await shown(app, pilot, has("pruned below", *gone))
-        await pilot.press("5")
-        await shown(app, pilot, has(short(str(first.request_id)), "went to", "served as"))
-        await pilot.press("2", "c")
-        await shown(app, pilot, has("Close session grown?"))
-        await pilot.press("y")
-        await shown(app, pilot, has("closed grown", "no session"))
-    assert client.sessions() == []
+        answer = await client.complete("a tree of many trunks", max_tokens=4)
+        await pilot.press("4")
+        await shown(app, pilot, has(str(answer.request_id)[:12], "went to", "served as"))
 
 
 def test_the_program_draws_in_a_terminal_and_ends_by_a_key(url: str) -> None:

@@ -24,7 +24,10 @@ mallee_output_tokens_total{gateway="g0"} 900.0
 
 def worker(name: str, **more: Any) -> dict[str, Any]:
     moved = {"offload": 5, "park": 1, "spill": 2, "fetch_host": 3, "fetch_disk": 0, "fetch_peer": 1}
-    tiers = {"blocks": {"host": 20, "disk": 7}, "moved_blocks": moved, "dropped_blocks": 4}
+    tiers = {
+        **{"block_nbytes": 4096, "blocks": {"host": 20, "disk": 7}, "held_blocks": 0},
+        **{"moved_blocks": moved, "dropped_blocks": 4, "declined_blocks": 0, "failed_moves": 0},
+    }
     live, cached, found, computed = (40, 12, 300, 100) if name == "w0" else (90, 3, 0, 400)
     use = {
         **{"running_branches": 3, "waiting_branches": 1, "live_blocks": live},
@@ -35,44 +38,40 @@ def worker(name: str, **more: Any) -> dict[str, Any]:
         **{"worker": name, "state": "ready", "active_blocks": 30, "num_blocks": 100, "rows": 3},
         **{"waiting": 1, "prefill_tokens": 5, "indexed_blocks": 9, "lease_age_s": 0.5},
         **{"weight_version": "base", "device": "", "use": use, "tiers": tiers},
+        **{
+            "object": "worker",
+            "incarnation": "1",
+            "address": "",
+            "is_whole": True,
+            "is_new": False,
+        },
+        **{"lends_at": "", "metrics_at": "", "weight_change": None},
         **more,
     }
 
 
-def node(capsule: str, parent: str | None, tokens: int) -> dict[str, Any]:
-    return {
-        **{"capsule": f"{REQUEST}.{capsule}", "parent": parent and f"{REQUEST}.{parent}"},
-        **{"request": REQUEST, "tokens": tokens, "created": 1_790_000_000, "is_root": False},
-        **{"held": True, "worker": "w0", "pinned": capsule == "0", "tier": "device"},
-    }
-
-
-SESSION = {
-    **{"id": "bug-7", "object": "session", "parent": None, "created": 1_790_000_000, "running": 2},
-    **{"last_used": 1_790_000_060, "capsules": 5},
-}
-NODES = [
-    *(node("0", None, 64), node("1", "0", 80), node("2", "1", 96), node("3", "1", 97)),
-    node("4", "3", 120),
-]
 HEALTH = {"status": "ok", "gateway": "g0", "broker": "up", "workers": [{}, {}]}
 LIFE = {
     "object": "request.life",
+    "prepare_s": 0.001,
     "cache": {"served": "fork", "reason": None},
     "branches": [
         {
             **{"state": "length", "worker": "w0", "prompt": "found", "cached_tokens": 64},
             **{"prefill_tokens": 0, "output_tokens": 16, "tokens_per_s": 100.0},
-            **{"first_token_s": 0.01, "end_s": 0.16},
+            **{"first_token_s": 0.01, "end_s": 0.16, "moves": 0, "placed_s": 0.002},
         }
     ],
 }
+FREE = {f"{term}_s": 0.0 for term in ("queued", "prefill", "fetch", "displaced", "pull")}
+PLACED = {"eligible": True, "matched_blocks": 4, "pulled_blocks": 0, **FREE, "decode_s": 0.02}
 DECISION = {
+    **{"object": "route.decision", "num_blocks": 4, "rows": 1},
     **{"number": 3, "request": REQUEST, "worker": "w0", "reason": "cost", "prompt_tokens": 64},
     "num_candidates": 2,
     "candidates": [
-        {"worker": "w0", "overlap_blocks": 4, "decode_s": 0.02, "total": 0.0213},
-        {"worker": "w1", "overlap_blocks": 0, "decode_s": 0.02, "prefill_s": 0.03, "total": None},
+        {**PLACED, "worker": "w0", "overlap_blocks": 4, "total": 0.0213},
+        {**PLACED, "worker": "w1", "overlap_blocks": 0, "prefill_s": 0.03, "total": None},
     ],
     "spill": {"how": "stay", "wait_s": 0.02, "migrate_s": 0.05, "recompute_s": 0.07},
 }
@@ -80,17 +79,18 @@ DECISION = {
 
 def script(**more: Answer) -> dict[str, Answer]:
     """All that the panes ask for."""
-    record = {**LIFE, "branches": [{**LIFE["branches"][0], "states": [], "workers": []}]}  # type: ignore[index]
+    workers = [worker("w1", state="suspect"), worker("w0")]
     return {
         "GET /health": HEALTH,
-        "GET /v1/router/workers": {"data": [worker("w1", state="suspect"), worker("w0")]},
+        "GET /v1/router/workers": listed(*workers),
         "GET /metrics": COUNTERS,
-        "GET /v1/sessions": {"data": [SESSION]},
-        "GET /v1/sessions/bug-7": {**SESSION, "children": ["bug-8"], "nodes": NODES},
-        f"GET /v1/requests/{REQUEST}": record,
-        "GET /v1/router/explain": lambda: {"data": [DECISION], "life": LIFE},
+        "GET /v1/router/explain": lambda: {**listed(DECISION), "life": LIFE},
         **more,
     }
+
+
+def listed(*data: Any) -> dict[str, Any]:
+    return {"object": "list", "data": data}
 
 
 @asynccontextmanager
@@ -116,7 +116,7 @@ async def test_workers_are_shown_below_the_state_of_the_service() -> None:
     assert [line for line in lines if line] == [
         " mallee ok  gateway g0, broker up, 2 workers",
         " waiting 2  capsules 7  output tokens/s 0  prompt tokens/s 0  answers/s 0",
-        " 1 workers  2 sessions  3 cache  4 load  5 requests",
+        " 1 workers  2 cache  3 load  4 requests",
         "╸━━━━━━━━━╺" + "━" * 85,
         " worker  state    KV in use        rows  queue  prefill  cached  lease  weights  device",
         " w0      ready    ███░░░░░░░  30%     3      1        5       9  0.5 s  base",
@@ -125,49 +125,9 @@ async def test_workers_are_shown_below_the_state_of_the_service() -> None:
     ]
 
 
-async def test_sessions_are_a_forest_with_the_capsule_at_the_cursor() -> None:
-    """X12, part: branches and capsules, fork points, requests that run.
-
-    The cursor and what is folded stay while the forest grows.
-    """
-    answers = script()
-    async with opened(answers) as (app, pilot, _):
-        await pilot.press("2")
-        lines = await shown(app, pilot, has("session bug-7"))
-        assert body(lines)[:7] == [
-            " ▼ bug-7  2 running",
-            " ├─ req_561337a4….0  64 tokens, device pinned",
-            " ├─ ▼ ↓ req_561337a4….1  80 tokens, device, 2 branches",
-            " │  ├─ req_561337a4….2  96 tokens, device",
-            " │  ├─ req_561337a4….3  97 tokens, device",
-            " │  └─ ↓ req_561337a4….4  120 tokens, device",
-            " └─ session bug-8",
-        ]
-        assert has("5 capsules, 2 requests running")(lines)
-        assert "p Prune below  c Close session" in lines[-1]
-        await pilot.press("down")
-        lines = await shown(app, pilot, has(f"capsule {REQUEST}.0", "served as fork"))
-        details = [line.split() for line in lines if " length " in line]
-        assert details == [["0", "length", "w0", "found", "64", "0", "16", "100", "10.0", "160.0"]]
-        await pilot.press("down", "space")  # folds the capsule that has two branches
-        await shown(app, pilot, lambda lines: has("▶ ↓ req_561337a4….1")(lines))
-        more = [node("9", None, 5), *NODES]
-        changed = {**SESSION, "capsules": 6}
-        answers["GET /v1/sessions/bug-7"] = {**changed, "children": [], "nodes": more}
-        answers["GET /v1/sessions"] = {"data": [changed]}
-        lines = await shown(app, pilot, has("….9"))
-        assert body(lines)[:4] == [
-            " ▼ bug-7  2 running",
-            " ├─ req_561337a4….9  5 tokens, device",
-            " ├─ req_561337a4….0  64 tokens, device pinned",
-            " └─ ▶ ↓ req_561337a4….1  80 tokens, device, 2 branches",
-        ]
-        assert has(f"capsule {REQUEST}.1")(lines)
-
-
 async def test_the_cache_is_told_by_tier_load_over_time_and_requests_with_their_prices() -> None:
     async with opened(script(), height=30) as (app, pilot, _):
-        await pilot.press("3")
+        await pilot.press("2")
         lines = body(await shown(app, pilot, has("all ")))
         assert [line.split() for line in lines] == [
             [*("worker", "device", "in", "use", "blocks", "live", "cached", "host", "disk"),
@@ -176,84 +136,26 @@ async def test_the_cache_is_told_by_tier_load_over_time_and_requests_with_their_
             ["w0", "████░░░░░░", "40%", "100", "40", "12", "20", "7", "8", "4", "4", "75%"],
             ["w1", "█████████░", "90%", "100", "90", "3", "20", "7", "8", "4", "4", "0%"],
         ]  # fmt: skip
-        await pilot.press("4")
+        await pilot.press("3")
         lines = await shown(app, pilot, has("requests waiting", "███"))
         (waiting,) = (line.split() for line in lines if "requests waiting" in line)
         assert waiting[2:4] == ["2", "2"]
         assert set(waiting[4]) == {"█"}
-        await pilot.press("5")
+        await pilot.press("4")
         lines = body(await shown(app, pilot, has("went to w0", "served as fork")))
         row = ["req_561337a4…", "w0", "cost", "64", "4", "21.3", "2", "stay"]
         assert lines[1].split() == row
         told = [line.split() for line in lines]
-        assert ["w1", "0", "0", "-", "30.0", "20.0", "-", "-", "-", "-"] in told
+        assert ["w1", "0", "0", "0.0", "30.0", "20.0", "0.0", "0.0", "0.0", "-"] in told
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("keys", "answer", "claims", "asked"),
-    [
-        (("p", "n"), (500, ""), (), None),
-        (("p", "enter"), (500, ""), (), None),
-        (
-            ("p", "y"),
-            {"requests": ["a", "b"], "released": 3, "left": 0},
-            ("pruned below req_561337a4….1",),
-            f"POST /v1/capsules/{REQUEST}.1/prune",
-        ),
-        (
-            ("p", "y"),
-            (404, error("capsule 'x' is not here", "capsule_not_found")),
-            ("is not here",),
-            f"POST /v1/capsules/{REQUEST}.1/prune",
-        ),
-        (
-            ("c", "y"),
-            {"id": "bug-7", "released": 5, "left": 1, "cancelled": 2},
-            ("closed bug-7: 5 capsules released, 1",),
-            "DELETE /v1/sessions/bug-7",
-        ),
-    ],
-    ids=["no", "enter alone", "prune", "gone", "close"],
-)
-async def test_what_can_not_be_undone_is_asked_first(
-    keys: tuple[str, ...], answer: Answer, claims: tuple[str, ...], asked: str | None
-) -> None:
-    capsule = {"id": f"{REQUEST}.1", "tokens": 80, "model": "m", "created": 1}
-    answers = script(**{f"GET /v1/capsules/{REQUEST}.1": capsule})
-    answers[asked or f"POST /v1/capsules/{REQUEST}.1/prune"] = answer
-    async with opened(answers) as (app, pilot, service):
-        await pilot.press("2")
-        await shown(app, pilot, has("….4"))
-        await pilot.press("down", "down", keys[0])
-        words = {"p": ("Prune below req_561337a4….1", "and 3 capsules"), "c": ("Close session",)}
-        await shown(app, pilot, has(*words[keys[0]], "No (n)", "Yes (y)"))
-        await pilot.press(keys[1])
-        await shown(app, pilot, lambda lines: not has("Yes (y)")(lines) and has(*claims)(lines))
-        changes = [each for each in service.asked if not each.startswith("GET")]
-        assert changes == [] if asked is None else [asked]
-
-
-async def test_a_session_is_no_capsule_to_prune_below() -> None:
-    async with opened(script()) as (app, pilot, _):
-        await pilot.press("2")
-        await shown(app, pilot, has("….4"))
-        await pilot.press("p")
-        await shown(app, pilot, has("choose a capsule"))
-        await pilot.press("1", "p", "c")  # keys of another pane
-        assert len(app.screen_stack) == 1
-
-
-async def test_a_plain_key_sees_its_sessions_and_is_told_what_it_lacks() -> None:
+async def test_a_plain_key_is_told_what_it_lacks() -> None:
     refused = (403, error("this path needs an operator's key", "forbidden"))
     paths = ("GET /v1/router/workers", "GET /metrics", "GET /v1/router/explain")
     async with opened(script(**dict.fromkeys(paths, refused))) as (app, pilot, _):
         await shown(app, pilot, has("mallee ok", "this needs an operator's key"))
-        await pilot.press("5")
+        await pilot.press("4")
         await shown(app, pilot, has("this needs an operator's key"))
-        await pilot.press("2")
-        lines = await shown(app, pilot, has("bug-7  2 running"))
-        assert not has("operator")(lines)
 
 
 async def test_a_service_that_goes_away_is_told_and_comes_back() -> None:
@@ -263,7 +165,7 @@ async def test_a_service_that_goes_away_is_told_and_comes_back() -> None:
         await service.stop()
         lines = await shown(app, pilot, has("no answer from", "what is shown is older"))
         assert has("w0", "mallee ok")(lines)
-        answers["GET /v1/router/workers"] = {"data": [worker("w7")]}
+        answers["GET /v1/router/workers"] = listed(worker("w7"))
         await service.start()
         lines = await shown(app, pilot, has("w7"))
         assert not has("no answer from")(lines)
@@ -276,7 +178,7 @@ async def test_nonsense_of_a_service_is_told() -> None:
     async with opened(answers) as (app, pilot, _):
         await shown(app, pilot, has("w0"))
         for path, nonsense, claim in (
-            ("GET /v1/router/workers", {"data": [{"worker": 3}]}, "not a list of workers"),
+            ("GET /v1/router/workers", listed({"worker": 3}), "not a WorkerList"),
             ("GET /v1/router/workers", "<html>", "without JSON"),
             ("GET /health", "<html>", "HTTP 200 without JSON"),
             ("GET /health", {"hello": "world"}, "not Mallee's answer"),
@@ -300,7 +202,7 @@ async def test_a_service_that_hangs_blocks_no_key_and_no_end() -> None:
         answers["GET /health"] = hang
         await shown(app, pilot, has("nothing within 0.3 s"))
         async with asyncio.timeout(5):
-            await pilot.press("3")
+            await pilot.press("2")
             await shown(app, pilot, has("moved down"))
         dark = app.current_theme.dark
         await pilot.press("d")

@@ -1,16 +1,12 @@
-"""Figures over time, and the looks at sessions, by hand-computed cases."""
+"""Figures over time, by hand-computed cases."""
 
-from typing import Any
-
-from mallee.cli.remote.fleet import Answers, Sample
-from mallee.cli.remote.screen.asking import MAX_TREES, PAGE, LiveService
+from mallee.cli.remote.fleet import Sample
 from mallee.cli.remote.screen.load import NUM_LOOKS, History, spark
-from support.scripted_service import ScriptedService
 
 
 def sample(at: float, **totals: float) -> Sample:
     lines = [f'mallee_{name}{{gateway="g0"}} {value}' for name, value in totals.items()]
-    return Sample.of(at, Answers({}, [], "\n".join(lines)))
+    return Sample.of(at, {}, [], "\n".join(lines))
 
 
 def now(history: History) -> dict[str, str]:
@@ -52,34 +48,3 @@ def test_only_the_last_looks_are_kept() -> None:
         history.add(sample(float(at), requests_waiting=float(at)))
     (waiting, *_) = history.rows()
     assert len(waiting[1][3].plain) == NUM_LOOKS
-
-
-def listed(name: str, **more: Any) -> dict[str, Any]:
-    base = {"parent": None, "created": 1, "last_used": 1, "capsules": 1, "running": 0}
-    return {"id": name, **base, **more}
-
-
-async def test_a_look_asks_for_a_bounded_number_of_trees_those_that_changed_first() -> None:
-    sessions = [listed(f"s{i:03}") for i in range(100)]
-    async with ScriptedService({"GET /v1/sessions": {"data": sessions}}) as service:
-        for each in sessions:
-            tree = {**each, "children": [], "nodes": []}
-            service.answers[f"GET /v1/sessions/{each['id']}"] = tree
-        service.answers["GET /health"] = {"status": "ok"}
-        asking = LiveService(service.url, api_key=None)
-
-        async def asked() -> set[str]:
-            service.asked.clear()
-            look = await asking.look(wants_sessions=True)
-            assert look.sessions is not None
-            assert look.sessions.answer is not None
-            assert len(look.sessions.answer) == 100
-            assert look.sessions.missing == PAGE
-            return {path[-4:] for path in service.asked if "/sessions/" in path}
-
-        seen = [await asked() for _ in range(7)]
-        assert all(len(names) == MAX_TREES for names in seen)
-        assert set().union(*seen) == {each["id"] for each in sessions}
-        sessions[77] = listed("s077", running=1)
-        assert "s077" in await asked()
-        await asking.close()
