@@ -210,7 +210,7 @@ async def test_what_can_not_run_is_refused_before_anything_is_allocated() -> Non
         assert told.endswith("an answer begins it")
         assert await refusal(at=150) == "node a: at=150: doc has at most 148 tokens; give 1 to 148"
         wrong: Any
-        for wrong in ({"max_running": 0}, {"mallee": {"keep": True}}):
+        for wrong in ({"max_running": 0}, {"keep": True}):
             with pytest.raises(InvalidParameter):
                 client.run(fine, **wrong)
         assert engine.stats() == before
@@ -353,7 +353,7 @@ async def test_a_budget_bounds_the_whole_graph() -> None:
         with pytest.raises(BudgetSpent):
             _ = found["branch-1"]
         assert found.wall_ms < 5000
-        assert {each.id for each in await client.sessions()} == set()
+        assert {each.id async for each in client.sessions()} == set()
         assert asked
 
 
