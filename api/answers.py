@@ -24,7 +24,6 @@ from mallee.gateway.requests.lives import verdict_body
 from mallee.gateway.requests.meter import outcome_of
 from mallee.protocol.api.capsules import NewCapsule
 from mallee.protocol.api.generate import (
-    AnyAnswer,
     AnyChoice,
     Call,
     Chat,
@@ -39,6 +38,7 @@ from mallee.protocol.api.generate import (
     InjectedExtras,
     Restore,
     TextChoice,
+    WholeBody,
 )
 from mallee.protocol.api.shared import (
     OMITTED,
@@ -140,7 +140,7 @@ def extras(
     accepted = rejected = OMITTED
     if delta.drafts is not None:
         accepted, rejected = prediction_tokens(delta.drafts)
-    retain = error = score = score_error = OMITTED
+    retain = error = score = score_error = ended_by = OMITTED
     if (kept := delta.retained) is not None:
         retain = Retained(
             outcome=outcome_of(kept), asked_bytes=kept.asked_nbytes, bytes=kept.nbytes
@@ -149,6 +149,8 @@ def extras(
         score, score_error = delta.scored.score, delta.scored.error or OMITTED
     if delta.error is not None:
         error = Failure(message=delta.error.client_message, code=delta.error.code)
+    if delta.ended_by:
+        ended_by = delta.ended_by
     return ChoiceExtras(
         worker=delta.worker if names_workers else None,
         capsule=delta.capsule,
@@ -163,7 +165,7 @@ def extras(
         cache=OMITTED if delta.verdict is None else verdict_body(delta.verdict),
         kept=delta.kept or OMITTED,
         injected=_injected(injected) if injected else OMITTED,
-        ended_by=delta.ended_by or OMITTED,
+        ended_by=ended_by,
         score=score,
         score_error=score_error,
         error=error,
@@ -186,7 +188,7 @@ class Envelope:
 class ResponseFormat:
     """Writes completions and forks, whose choices have a `text`; `answer` is the type of a whole one."""
 
-    def __init__(self, answer: type[AnyAnswer], chunk_object: str) -> None:
+    def __init__(self, answer: type[WholeBody], chunk_object: str) -> None:
         self.answer = answer
         self.chunk_object = chunk_object
 
@@ -386,7 +388,7 @@ class WholeAnswer:
                 mallee=extras(last, injected, names_workers=self._names_workers),
             )
 
-    def body(self, envelope: Envelope, choices: list[AnyChoice], usage: UsageCounter) -> AnyAnswer:
+    def body(self, envelope: Envelope, choices: list[AnyChoice], usage: UsageCounter) -> WholeBody:
         return self._format.answer(
             id=envelope.id,
             created=envelope.created,

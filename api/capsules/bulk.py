@@ -4,13 +4,14 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 from starlette.datastructures import QueryParams
 
 from mallee.gateway.capsules.capsules import CapsuleInfo
 from mallee.gateway.gateway import Gateway
+from mallee.protocol.api.capsules import CapsuleCount
 from mallee.protocol.errors import (
     BadRequest,
     InvalidParameter,
@@ -132,19 +133,13 @@ class Bulk:
                 break
         return found[:most], num_unknown
 
-    async def count(self) -> dict[str, Any]:
-        """Their number and tokens."""
+    async def count(self) -> CapsuleCount:
         num = tokens = num_unknown = 0
         async for infos, unknown in self._runs():
             num += len(infos)
             tokens += sum(info.boundary for info in infos)
             num_unknown += len(unknown)
-        return {
-            "object": "capsule.count",
-            "count": num,
-            "tokens": tokens,
-            "unknown": num_unknown,
-        }
+        return CapsuleCount(count=num, tokens=tokens, unknown=num_unknown)
 
     async def delete(self, deleted: Callable[[CapsuleId], None]) -> int:
         """Forget them; `deleted` is told each. One that goes meanwhile counts as deleted.

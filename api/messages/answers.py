@@ -15,6 +15,12 @@ from mallee.api.messages.requests import FIVE_MINUTES_S
 from mallee.api.messages.signatures import signature_of
 from mallee.gateway.requests.lives import verdict_body
 from mallee.gateway.requests.meter import outcome_of
+from mallee.protocol.api.messages import (
+    AnthropicBegun,
+    AnthropicMessage,
+    AnthropicUsage,
+    CacheCreation,
+)
 from mallee.protocol.errors import MalleeError
 
 _encoder: Final = msgspec.json.Encoder()
@@ -44,25 +50,24 @@ class MessageFormat:
     ) -> "MessageWriter":
         return MessageWriter(self, envelope, names_workers=names_workers)
 
-    def usage(self, counter: UsageCounter, last: TextDelta | None) -> dict[str, Any]:
+    def usage(self, counter: UsageCounter, last: TextDelta | None) -> AnthropicUsage:
         """Input tokens in three parts: computed, found in the cache, computed and retained."""
         prompt, cached, completion = counter.counts
         is_refused = last is not None and last.retained and outcome_of(last.retained) == "refused"
         created = prompt - cached if self.keep_s and not is_refused else 0
         is_short = self.keep_s <= FIVE_MINUTES_S
-        return {
-            "input_tokens": prompt - cached - created,
-            "cache_creation_input_tokens": created,
-            "cache_read_input_tokens": cached,
-            "cache_creation": {
-                "ephemeral_5m_input_tokens": created if is_short else 0,
-                "ephemeral_1h_input_tokens": 0 if is_short else created,
-            },
-            "output_tokens": completion,
-            "service_tier": "standard",
-        }
+        return AnthropicUsage(
+            input_tokens=prompt - cached - created,
+            cache_creation_input_tokens=created,
+            cache_read_input_tokens=cached,
+            cache_creation=CacheCreation(
+                ephemeral_5m_input_tokens=created if is_short else 0,
+                ephemeral_1h_input_tokens=0 if is_short else created,
+            ),
+            output_tokens=completion,
+        )
 
-    def stop(self, last: TextDelta, *, has_calls: bool) -> dict[str, str | None]:
+    def stop(self, last: TextDelta, *, has_calls: bool) -> dict[str, Any]:
         """`stop_reason` and `stop_sequence`."""
         if last.stop:
             return {"stop_reason": "stop_sequence", "stop_sequence": last.stop}
@@ -95,19 +100,6 @@ def _diagnostics(verdict: dict[str, Any]) -> dict[str, Any] | None:
     if known != "unavailable":
         body["cache_missed_input_tokens"] = missed
     return {"cache_miss_reason": body}
-
-
-def _message(envelope: Envelope, content: list[Any], usage: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "id": envelope.id,
-        "type": "message",
-        "role": "assistant",
-        "model": envelope.model,
-        "content": content,
-        "stop_reason": None,
-        "stop_sequence": None,
-        "usage": usage,
-    }
 
 
 def _tool_use(call: CallDelta, given: dict[str, Any]) -> dict[str, Any]:
@@ -150,14 +142,17 @@ class WholeMessage:
                     "signature": signature_of(text, is_shown=is_shown),
                 }
 
-    def body(self, envelope: Envelope, choices: list[Any], usage: UsageCounter) -> dict[str, Any]:
+    def body(self, envelope: Envelope, choices: list[Any], usage: UsageCounter) -> AnthropicMessage:
         assert self._last is not None, "the answer is unfinished"
         has_calls = any(kind == "tool_use" for kind, _ in self._parts)
-        return {
-            **_message(envelope, choices, self._format.usage(usage, self._last)),
+        return AnthropicMessage(
+            id=envelope.id,
+            model=envelope.model,
+            content=choices,
+            usage=self._format.usage(usage, self._last),
             **self._format.stop(self._last, has_calls=has_calls),
             **self._format.extras(self._last, names_workers=self._names_workers),
-        }
+        )
 
 
 def _parts_of(delta: TextDelta) -> Iterator[tuple[str, Any]]:
@@ -199,7 +194,14 @@ class MessageWriter:
         found: list[dict[str, Any]] = []
         if not self._has_begun:
             self._has_begun = True
-            message = _message(self._envelope, [], self._format.usage(usage, None))
+            message = AnthropicBegun(
+                id=self._envelope.id,
+                model=self._envelope.model,
+                content=[],
+                stop_reason=None,
+                stop_sequence=None,
+                usage=self._format.usage(usage, None),
+            )
             found += [{"type": "message_start", "message": message}, {"type": "ping"}]
         for kind, value in _parts_of(delta):
             if kind == "tool_use":

@@ -14,6 +14,7 @@ from mallee.api.serve import json_response
 from mallee.api.sse import unless_gone
 from mallee.protocol.api.responses import (
     MAX_NEW_ITEMS,
+    ConversationDeleted,
     ConversationList,
     ConversationRequest,
     ConversationUpdate,
@@ -60,7 +61,7 @@ class ConversationHandlers:
     async def delete(self, request: Request) -> Response:
         record = await self._record(request)
         self._conversations.forget(record)
-        return json_response({"id": record.id, "object": "conversation.deleted", "deleted": True})
+        return json_response(ConversationDeleted(id=record.id))
 
     async def list_items(self, request: Request) -> Response:
         record = await self._record(request)

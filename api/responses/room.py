@@ -30,7 +30,12 @@ from mallee.api.responses.turns import PlannedTurn, TurnMaker
 from mallee.api.responses.writing import Writer, opening, sse
 from mallee.api.serve import Server, json_response
 from mallee.api.sse import EventStream, unless_gone
-from mallee.protocol.api.responses import ResponseList, ResponseRequest, ResponseSummary
+from mallee.protocol.api.responses import (
+    ResponseDeleted,
+    ResponseList,
+    ResponseRequest,
+    ResponseSummary,
+)
 from mallee.protocol.codec import Decoder, encode
 from mallee.protocol.errors import (
     BadRequest,
@@ -176,7 +181,7 @@ class Responses:
     async def delete(self, request: Request) -> Response:
         record = await self._record(request)
         await self._shared.forget(record)
-        return json_response({"id": record.id, "object": "response", "deleted": True})
+        return json_response(ResponseDeleted(id=record.id))
 
     async def cancel(self, request: Request) -> Response:
         record = await self._record(request)

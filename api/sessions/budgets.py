@@ -1,6 +1,6 @@
 """Budgets of sessions: given to one and all below it, and known to every gateway before the client is."""
 
-from typing import Any, Final
+from typing import Final
 
 from msgspec import structs
 
@@ -8,6 +8,7 @@ from mallee.api.branches.accounts import Budget
 from mallee.api.branches.budgets import Budgets
 from mallee.gateway.gateway import Gateway
 from mallee.gateway.sessions.sessions import SessionView
+from mallee.protocol.api.sessions import Resource, SessionBudget
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import MalleeError, Unavailable
 from mallee.protocol.gateways.loans import BudgetView, ResourceView
@@ -62,15 +63,18 @@ class SessionBudgets:
             raise
         return view
 
-    async def body(self, view: SessionView, scope: Scope) -> dict[str, Any] | None:
+    async def body(self, view: SessionView, scope: Scope) -> SessionBudget | None:
         """The session's own budget, as clients see it."""
         if not view.budget:
             return None
         shown = await self._budgets.show(view.budget, scope)
         found = shown or BudgetView(None, None, None)
-        return {"kept": shown is not None} | {
-            name: _resource(getattr(found, name)) for name in found.__struct_fields__
-        }
+        return SessionBudget(
+            kept=shown is not None,
+            tokens=_resource(found.tokens),
+            branches=_resource(found.branches),
+            wall_s=_resource(found.wall_s),
+        )
 
     async def _made(self, budget: Budget, scope: Scope, above: str) -> str:
         """The name of a new budget, below that of `above`."""
@@ -96,5 +100,5 @@ class SessionBudgets:
         return _DONE
 
 
-def _resource(view: ResourceView | None) -> dict[str, float] | None:
-    return None if view is None else structs.asdict(view)
+def _resource(view: ResourceView | None) -> Resource | None:
+    return None if view is None else Resource(**structs.asdict(view))

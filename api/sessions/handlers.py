@@ -18,10 +18,15 @@ from mallee.api.sse import unless_gone
 from mallee.gateway.capsules.capsules import CapsuleInfo
 from mallee.gateway.sessions.sessions import SessionView
 from mallee.protocol.api.sessions import (
+    BoundSession,
     Session,
+    SessionClosed,
+    SessionFork,
     SessionForkRequest,
     SessionList,
+    SessionNode,
     SessionRequest,
+    SessionTree,
 )
 from mallee.protocol.errors import InvalidParameter, NotFound
 from mallee.protocol.gateways.session_notes import NodeNote
@@ -58,7 +63,8 @@ class SessionHandlers:
         giving = self._budgets.give(name, asked.scope, budget, parent, asked.terms.tenant)
         await unless_gone(request.receive, giving)
         view = self._gateway.sessions.show(name, asked.scope)
-        return json_response(await self._bound_body(view, asked.scope))
+        known = _body(view) | {"budget": await self._budgets.body(view, asked.scope)}
+        return json_response(BoundSession(**known))
 
     async def show(self, request: Request) -> Response:
         scope = self._asking.scope(request)
@@ -70,8 +76,8 @@ class SessionHandlers:
             _node(node, info, names_workers=names_workers)
             for node, info in zip(view.nodes, infos, strict=True)
         ]
-        body = await self._bound_body(view, scope)
-        return json_response({**body, "children": [*view.children], "nodes": nodes})
+        known = _body(view) | {"budget": await self._budgets.body(view, scope)}
+        return json_response(SessionTree(**known, children=[*view.children], nodes=nodes))
 
     async def fork(self, request: Request) -> Response:
         asked = await self._asking.read(request, SessionForkRequest)
@@ -85,8 +91,8 @@ class SessionHandlers:
         else:
             forking = self._budgets.fork(source, asked.scope, new, asked.body.capsule, budget)
             view = await unless_gone(request.receive, forking)
-        body = await self._bound_body(view, asked.scope)
-        return json_response({**body, "capsule": view.nodes[0].capsule})
+        known = _body(view) | {"budget": await self._budgets.body(view, asked.scope)}
+        return json_response(SessionFork(**known, capsule=view.nodes[0].capsule))
 
     async def close(self, request: Request) -> Response:
         session, scope = _session(request), self._asking.scope(request)
@@ -95,18 +101,13 @@ class SessionHandlers:
         for capsule in closed.released:
             caller_of(request).visit.unkeep(capsule)
         return json_response(
-            {
-                "id": session,
-                "object": "session.closed",
-                "closed": True,
-                "released": len(closed.released),
-                "left": closed.num_left,
-                "cancelled": closed.num_cancelled,
-            }
+            SessionClosed(
+                id=session,
+                released=len(closed.released),
+                left=closed.num_left,
+                cancelled=closed.num_cancelled,
+            )
         )
-
-    async def _bound_body(self, view: SessionView, scope: Scope) -> dict[str, Any]:
-        return {**_body(view), "budget": await self._budgets.body(view, scope)}
 
     async def _inspect(self, nodes: Sequence[NodeNote], scope: Scope) -> "Infos":
         """The nodes' capsules as their workers tell; None: it is gone."""
@@ -128,9 +129,9 @@ def _session(request: Request) -> str:
 
 
 def _body(view: SessionView) -> dict[str, Any]:
+    """The fields of a `Session`."""
     return {
         "id": view.name,
-        "object": "session",
         "parent": view.parent or None,
         "created": int(view.created),
         "last_used": int(view.used),
@@ -139,19 +140,19 @@ def _body(view: SessionView) -> dict[str, Any]:
     }
 
 
-def _node(node: NodeNote, info: CapsuleInfo | None, *, names_workers: bool) -> dict[str, Any]:
+def _node(node: NodeNote, info: CapsuleInfo | None, *, names_workers: bool) -> SessionNode:
     status = None if info is None else info.status
-    worker = info.worker if info is not None and names_workers else None
-    body = {
-        "capsule": node.capsule,
-        "parent": node.parent or None,
-        "request": node.request,
-        "tokens": node.tokens,
-        "created": int(node.created),
-        "is_root": node.is_root,
-        "held": info is not None and info.worker is not None,
-        "worker": worker,
-    }
+    known: dict[str, Any] = {}
     if status is not None:
-        body |= {"pinned": status.is_pinned, "tier": status.tier}
-    return body
+        known = {"pinned": status.is_pinned, "tier": status.tier}
+    return SessionNode(
+        capsule=node.capsule,
+        parent=node.parent or None,
+        request=node.request,
+        tokens=node.tokens,
+        created=int(node.created),
+        is_root=node.is_root,
+        held=info is not None and info.worker is not None,
+        worker=info.worker if info is not None and names_workers else None,
+        **known,
+    )

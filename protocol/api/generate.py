@@ -280,28 +280,31 @@ class Chunk(AnyAnswer, frozen=True, kw_only=True):
     usage: UsageBody | None = OMITTED
 
 
-class Completion(AnyAnswer, frozen=True, kw_only=True):
+class WholeBody(AnyAnswer, frozen=True, kw_only=True):
+    """An answer that is not streamed."""
+
+    choices: list[Any]
+    usage: UsageBody
+
+
+class Completion(WholeBody, frozen=True, kw_only=True):
     object: Literal["text_completion"] = "text_completion"
     choices: list[TextChoice]
-    usage: UsageBody
 
 
-class Chat(AnyAnswer, frozen=True, kw_only=True):
+class Chat(WholeBody, frozen=True, kw_only=True):
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
-    usage: UsageBody
 
 
-class Fork(AnyAnswer, frozen=True, kw_only=True):
+class Fork(WholeBody, frozen=True, kw_only=True):
     object: Literal["capsule.fork"] = "capsule.fork"
     choices: list[TextChoice]
-    usage: UsageBody
 
 
-class Restore(AnyAnswer, frozen=True, kw_only=True):
+class Restore(WholeBody, frozen=True, kw_only=True):
     object: Literal["capsule.restore"] = "capsule.restore"
     choices: list[TextChoice]
-    usage: UsageBody
 
 
 class Tokenized(Body, frozen=True, kw_only=True):

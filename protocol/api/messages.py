@@ -144,26 +144,39 @@ class AnthropicError(Body, frozen=True, kw_only=True):
     request_id: str
 
 
+class CacheCreation(Body, frozen=True, kw_only=True):
+    """Input tokens that are retained, by the time."""
+
+    ephemeral_5m_input_tokens: int
+    ephemeral_1h_input_tokens: int
+
+
 class AnthropicUsage(Body, frozen=True, kw_only=True):
     """A prompt has the sum of its three counts of input tokens."""
 
     input_tokens: int
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
-    cache_creation: dict[str, int]
+    cache_creation: CacheCreation
     output_tokens: int
     service_tier: Literal["standard"] = "standard"
 
 
-class AnthropicMessage(Body, frozen=True, kw_only=True):
+class AnthropicBegun(Body, frozen=True, kw_only=True):
+    """A message in a stream's first event."""
+
     id: str
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
     model: str
     content: list[dict[str, Any]]
-    stop_reason: str
+    stop_reason: str | None
     stop_sequence: str | None
     usage: AnthropicUsage
+
+
+class AnthropicMessage(AnthropicBegun, frozen=True, kw_only=True):
+    stop_reason: str
     mallee: ChoiceExtras
     diagnostics: dict[str, Any] | None = OMITTED
 

@@ -204,11 +204,6 @@ class FakeService:
             belongs=SCOPES.belongs,
         )
         self.requests = self.operator = self
-        self.context = SimpleNamespace(
-            model=self.model,
-            metrics=self.gateway_metrics,
-            wall_clock=lambda: CREATED + 5.5,
-        )
         self.sessions = SimpleNamespace(budget=lambda session, scope, parent: "")  # none has one
         self.started = threading.Event()
         self.closed = threading.Event()  # every stream started so far
@@ -225,6 +220,12 @@ class FakeService:
         self.capsules = FakeCapsules({name: CapsuleInfo(name, WorkerId("w0"), 32, 7)})
         self.started.clear()
         self.closed.clear()
+
+    @property
+    def context(self) -> Any:
+        return SimpleNamespace(
+            model=self.model, metrics=self.gateway_metrics, wall_clock=lambda: CREATED + 5.5
+        )
 
     @property
     def job(self) -> Any:
