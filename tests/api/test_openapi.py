@@ -16,6 +16,7 @@ from mallee.api.openapi.operations import OPERATIONS, Operation
 from mallee.gateway.access.access import Access
 from mallee.protocol.api.shared import OTHERS_HARMLESS, OTHERS_NEUTRAL
 from mallee.runtime.config import HttpSettings
+from support import fields
 from support.examples import examples
 from support.fuzzing import SCHEMAS, FuzzedApi, Oracle, ask_of, asks, fuzzed_api
 
@@ -66,6 +67,11 @@ def test_requests_are_described_field_by_field() -> None:
         ]
         assert not vague, kind
         assert set(described) >= OTHERS_HARMLESS | OTHERS_NEUTRAL.keys()
+
+
+def test_the_page_of_fields_is_as_it_is_generated() -> None:
+    """`make generate` writes it from the document."""
+    assert fields.TARGET.read_text(encoding="utf-8") == fields.written(), "run `make generate`"
 
 
 @pytest.mark.parametrize("operation", [e for e in OPERATIONS if e.body is not None], ids=name)

@@ -37,6 +37,9 @@ from mallee.client import (
 from mallee.client.html import MAX_DEPTH, nodes_html
 from mallee.client.results import choice_events
 from mallee.client.view import live, render
+from mallee.protocol.api.capsules import ImportRequest
+from mallee.protocol.api.generate import ChatRequest, CompletionRequest, ForkRequest, RestoreRequest
+from mallee.protocol.api.shared import Extras
 from mallee.protocol.errors import CapsulesFull, Unavailable
 from support.blocking import TARGET, generated
 
@@ -684,3 +687,15 @@ def test_a_long_conversation_stays_on_the_page() -> None:
     margins = [margin for margin, _ in rows_of(html)]
     assert len(margins) == 1000
     assert max(margins) == 0.6 + 1.2 * MAX_DEPTH
+
+
+def test_keywords_are_fields_of_the_declared_bodies() -> None:
+    """Of the calls, or of their `mallee` object."""
+    extras = set(Extras.__struct_fields__)
+    for keywords, kinds in (
+        (calls.Sampling, (CompletionRequest, ChatRequest, ForkRequest)),
+        (calls.Going, (RestoreRequest,)),
+        (calls.Importing, (ImportRequest,)),
+    ):
+        declared = {name for kind in kinds for name in kind.__struct_fields__}
+        assert set(keywords.__annotations__) <= declared | extras
