@@ -6,6 +6,7 @@ changes answers (accepted only at its neutral value), or unknown: refused, or ig
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import cache
 from types import MappingProxyType
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
@@ -172,10 +173,13 @@ def read_part(value: Any, kind: Any, param: str, hints: Mapping[str, str] = NO_H
 
     Raises InvalidParameter.
     """
-    try:
-        return msgspec.convert(value, kind, strict=True)
+    try:  # in a list: else a name that isn't known could look like the place, which is last
+        (made,) = msgspec.convert([value], list[kind], strict=True)
     except (msgspec.ValidationError, OverflowError) as e:
-        raise _bad_field(str(e), value, kind, param, hints) from e
+        what, _, place = str(e).rpartition(" - at `$[0]")
+        message = f"{what} - at `${place}" if what else str(e)
+        raise _bad_field(message, value, kind, param, hints) from e
+    return made
 
 
 def _bad_field(
@@ -192,19 +196,24 @@ def _bad_field(
     elif not (path or where):
         return BadRequest(message)
     value: Any = given
-    types: list[inspect.Type] = [inspect.type_info(kind)]
+    types = [_type_of(kind)]
     for key, index, every in _STEP.findall(path):
         if not every:  # of a value in an object it isn't told whose
             value = value.get(key) if key else value[int(index)]
             where += f"{'.' if where else ''}{key}" if key else f"[{index}]"
         types = [inner for each in types for inner in _below(each, key)]
     bounds = [bound for each in types if (bound := _bounds(each))]
-    if isinstance(value, str) and value in hints:
+    if where.endswith(".type") and isinstance(value, str) and value in hints:
         return InvalidParameter(where, value, hints[value])
     is_outside = _BOUND.search(message) is not None
     return InvalidParameter(
         where, value, f"give {', or '.join(bounds)}" if bounds and is_outside else message
     )
+
+
+@cache
+def _type_of(kind: Any) -> inspect.Type:
+    return inspect.type_info(kind)
 
 
 def _below(kind: inspect.Type, field: str) -> Iterator[inspect.Type]:
