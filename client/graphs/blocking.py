@@ -47,8 +47,9 @@ class GraphRun:
             return self._run.result or self._opened().call(self._run.wait)
 
     def cancel(self) -> None:
-        """As `AsyncGraphRun.cancel`."""
-        self._opened().call(self._run.cancel)
+        """As `AsyncGraphRun.cancel`; nothing of a graph that is over."""
+        if self._run.result is None:
+            self._opened().call(self._run.cancel)
 
     def close(self) -> None:
         """End what still runs."""

@@ -50,6 +50,7 @@ async def test_a_blocking_client_runs_graphs_as_the_other_does(tmp_path: Path) -
                     if event.type == "node.delta":
                         run.cancel()
                 assert run.wait().status == "cancelled"
+                run.cancel()
             with client.run(long) as run:
                 next(event for event in run if event.type == "node.delta")
         with (
