@@ -335,7 +335,7 @@ async def clients() -> AsyncIterator[tuple[AsyncMallee, Mallee, Any]]:
     ids=["mcts", "beam", "best_of_n"],
 )
 async def test_one_seed_makes_one_tree_wherever_it_grows(policy: Policy) -> None:
-    """X10, D32, part: by forks of either client and by one call; no token of it is computed twice."""
+    """X10, part, D32, part: by forks of either client and by one call; no token of it is computed twice."""
     async with clients() as (client, plain, engine):
         for score in (vowels, "mean_logprob", VERIFIER):
             more: dict[str, Any] = {"score": score, "seed": 7, "temperature": 1.0}
