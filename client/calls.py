@@ -214,7 +214,13 @@ class Call(NamedTuple):
 
 
 def nested(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters as requests have them: the terms that are Mallee's own in an object `mallee`."""
+    """The parameters as requests have them: the terms that are Mallee's own in an object `mallee`.
+
+    Raises InvalidParameter for that object itself.
+    """
+    if "mallee" in params:
+        remedy = "give its fields as keywords, as keep=True"
+        raise InvalidParameter("mallee", params["mallee"], remedy)
     own = {name: params[name] for name in params if name in _OWN}
     rest = {name: params[name] for name in params if name not in own}
     return {**rest, "mallee": own} if own else rest

@@ -77,7 +77,7 @@ async def num_tokens(send: Send, text: Filled, salt: str | None, *, opens: bool 
 async def still_done(
     send: Send, graph: CheckedGraph, done: Mapping[str, Done], salt: str | None
 ) -> dict[str, Done]:
-    """What a journal has, but nodes whose capsule is gone, though it is needed; others tell no capsule."""
+    """The nodes of a journal, but those whose capsule is needed and gone; others tell no capsule."""
     there: dict[str, bool] = {}  # capsules of nodes
 
     async def ask(name: str) -> None:

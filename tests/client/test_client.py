@@ -557,6 +557,8 @@ def test_one_answer_is_asked_for_alone_and_several_by_their_number(server: Scrip
                 InvalidParameter, match="n=None: of several prompts give the number"
             ):
                 client.complete(several)
+        with pytest.raises(InvalidParameter, match="give its fields as keywords"):
+            client.complete("x", mallee={"keep": True})  # type: ignore[call-overload]
         patient = client.with_options(model="m", max_retries=0)
         patient.complete("x")
         assert (server.seen[-1][2]["model"], patient.timeout) == ("m", 9)

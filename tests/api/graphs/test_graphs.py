@@ -210,7 +210,7 @@ async def test_what_can_not_run_is_refused_before_anything_is_allocated() -> Non
         assert told.endswith("an answer begins it")
         assert await refusal(at=150) == "node a: at=150: doc has at most 148 tokens; give 1 to 148"
         wrong: Any
-        for wrong in ({"max_running": 0}, {"mallee": {"keep": True}}):
+        for wrong in ({"max_running": 0}, {"keep": True}):
             with pytest.raises(InvalidParameter):
                 client.run(fine, **wrong)
         assert engine.stats() == before
@@ -353,7 +353,7 @@ async def test_a_budget_bounds_the_whole_graph() -> None:
         with pytest.raises(BudgetSpent):
             _ = found["branch-1"]
         assert found.wall_ms < 5000
-        assert {each.id for each in await client.sessions()} == set()
+        assert [each.id async for each in client.sessions()] == []
         assert asked
 
 
@@ -398,7 +398,7 @@ class Entry(httpx.AsyncHTTPTransport):
 
 
 async def test_a_graph_draws_of_its_session_s_budget_at_any_gateway() -> None:
-    """X19, part: its own is reserved of the session's, which another gateway keeps, and returns."""
+    """X19: its own is reserved of the session's, which another gateway keeps, and returns."""
     async with two_clients() as (a, b, _, _):
         await a.session("s").give_budget({"tokens": 60})
 
