@@ -77,20 +77,26 @@ class Journal:
 
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             raise InvalidParameter("journal", self.path, "another run is writing it") from error
+        except OSError as error:
+            raise self._failed(error) from error
 
     def _read(self) -> None:
+        """Take what is there, if it is this graph's, and cut off what was not written whole."""
         self._file.seek(0)
         whole, _, torn = self._file.read().rpartition(b"\n")
         lines = whole.split(b"\n") if whole else []
-        if not lines and not torn.startswith(_BEGIN[: len(torn)]):
+        if lines:
+            self._take(lines)
+        elif not torn.startswith(_BEGIN[: len(torn)]):
             raise JournalFailed(self.path, "it is no journal; give another path")
         if torn:
             self._file.truncate(len(whole) + bool(whole))
         if not lines:
             self.write(self.head)
-            return
+
+    def _take(self, lines: list[bytes]) -> None:
         try:
             head = _HEAD.decode(lines[0])
             for record in map(_DONE.decode, lines[1:]):

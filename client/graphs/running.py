@@ -109,6 +109,7 @@ class AsyncGraphRun:
         self._told: deque[GraphEvent] = deque()
         self._has_news, self._has_room = asyncio.Event(), asyncio.Event()
         self.result: GraphResult | None = None  # at its end
+        self._task: asyncio.Task[None] | None = None
         self._events = self._read()
 
     def __aiter__(self) -> AsyncIterator[GraphEvent]:
@@ -131,8 +132,10 @@ class AsyncGraphRun:
         self._changed.set()
 
     async def close(self) -> None:
-        """End what still runs."""
-        await self._events.aclose()
+        """End what still runs, also while another task reads."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
 
     async def __aenter__(self) -> "AsyncGraphRun":
         return self
@@ -141,7 +144,7 @@ class AsyncGraphRun:
         await self.close()
 
     async def _read(self) -> AsyncGenerator[GraphEvent, None]:
-        work = asyncio.create_task(self._carry_on())
+        self._task = work = asyncio.create_task(self._carry_on())
         work.add_done_callback(lambda _: self._has_news.set())
         try:
             while not work.done() or self._told:
@@ -152,10 +155,10 @@ class AsyncGraphRun:
                     yield event
                 if not work.done():
                     await self._has_news.wait()
-            await work
+            if not work.cancelled():
+                await work
         finally:
-            work.cancel()
-            await asyncio.gather(work, return_exceptions=True)
+            await self.close()
 
     def _tell(self, event: GraphEvent) -> None:
         """Add an event: few for each node; what adds text waits for room."""
@@ -232,14 +235,14 @@ class AsyncGraphRun:
 
     def _ended(self, node: NodeRun) -> None:
         work = self._work.get(node.name, Work())
-        is_fresh = node.status == "done" and not node.is_resumed
+        is_fresh = node.status == "done" and not node.is_resumed and self._fault is None
         if self._journal is not None and is_fresh and not isinstance(node.node, Join):
             is_map = isinstance(node.node, Map) and node.item is None
             output = Output() if is_map else node.output
             try:
                 self._journal.write(Done(node=node.name, output=output, work=work))
             except JournalFailed as error:
-                self._fault = self._fault or error
+                self._fault = error
                 self._run.end(error, self._now())
         if node.stays and node.status == "done":
             self._held.pop(work.capsule, None)
@@ -281,6 +284,9 @@ class AsyncGraphRun:
             assert group.task is not None
             group.is_ending = True
             group.task.cancel()
+            work = self._work.get(name, Work())
+            if work.capsule and isinstance(self._run.nodes[name].node, Prefill):
+                self._tasks.create_task(self._delete(work.capsule))  # it is computed no further
 
     def _prune(self, group: _Group, name: str) -> None:
         """End one branch of a fork that goes on; one that no worker has yet is ended when one has."""

@@ -254,9 +254,9 @@ async def test_many_branches_begin_at_their_watermarks() -> None:
             assert fork.text == alone["text"]
 
 
-async def first_text(run: AsyncGraphRun) -> str:
-    """The node that is the first to have drawn a text."""
-    return (await anext(event async for event in run if event.type == "node.delta")).node
+async def first(run: AsyncGraphRun, kind: str, node: str = "") -> str:
+    """The node of the first event of that kind, or of that node."""
+    return (await anext(e async for e in run if e.type == kind and node in ("", e.node))).node
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -272,9 +272,9 @@ async def test_a_graph_s_branch_draws_its_first_token_before_its_prefill_has_end
     async with scene(kind) as s, AsyncMallee(str(s.client.base_url)) as client:
         s.gate.shut()
         run = client.run(graph)
-        first = asyncio.create_task(first_text(run))
-        await s.run(first.done)
-        assert first.result() == "early"
+        drew = asyncio.create_task(first(run, "node.delta"))
+        await s.run(drew.done)
+        assert drew.result() == "early"
         assert s.gate.passes[-1][-1].end < len(PROMPT), "the prefill has not ended"
         s.gate.open()
         found = await run.wait()
@@ -288,20 +288,28 @@ async def test_a_graph_s_branch_draws_its_first_token_before_its_prefill_has_end
 
 
 async def test_a_prefill_ends_when_no_branch_needs_more_of_it() -> None:
-    """S6, part: nothing is computed that nobody asked for, and nothing stays."""
+    """S6, part: nothing is computed that nobody asked for, though the graph goes on; and nothing stays."""
+    is_over = asyncio.Event()
+
+    async def hold(_: str) -> None:
+        await is_over.wait()
+
     graph = Graph()
     doc = graph.prefill(bytes(PROMPT).decode())
     early = graph.branch(doc, "(2", at=AT, max_tokens=1)
+    graph.tool(hold)
     async with scene() as s, AsyncMallee(str(s.client.base_url)) as client:
         s.gate.shut()
-        asked = asyncio.create_task(client.run(graph).wait())
+        run = client.run(graph)
+        asked = asyncio.create_task(first(run, "node.ended", doc.name))
         await s.run(asked.done)
-        found = asked.result()
-        assert (found.status, found.nodes[doc.name].status) == ("done", "cancelled")
-        assert found.nodes[doc.name].cause == early.name
-        assert s.gate.passes[-1][-1].end < len(PROMPT)
         s.gate.open()
         await until(lambda: s.num_jobs == 0 and s.num_kept == 0)
+        assert all(part.end < len(PROMPT) for each in s.gate.passes for part in each)
+        is_over.set()
+        found = await run.wait()
+        assert (found.status, found.nodes[doc.name].status) == ("done", "cancelled")
+        assert found.nodes[doc.name].cause == early.name
 
 
 # Ends

@@ -224,7 +224,9 @@ class Shell:
         self.now = 0.0
         self.run = Run(graph, limits, self.now, done)
         self.model = PlainRun(graph)
-        self.done = dict(done)  # what was computed, or told by a client, in order
+        self.done: dict[str, Output] = dict(
+            done
+        )  # what was computed, or told by a client, in order
         self.running: list[str] = []
         self.begun: set[str] = set()  # prefills that workers have
         self.late: list[str] = []  # cancelled, and the end may come all the same
