@@ -21,6 +21,8 @@ from mallee.client.errors import (
     JournalFailed,
     NoCapsule,
     StreamBroken,
+    ToolFailed,
+    ToolTimeout,
 )
 from mallee.client.results import BranchEvent, ToolCall, Usage
 from mallee.client.sessions import SessionTree
@@ -57,8 +59,6 @@ from mallee.protocol.errors import (
     SlowReader,
     TenantQueueFull,
     TierFull,
-    ToolFailed,
-    ToolTimeout,
     Unauthorized,
     Unavailable,
     UnknownBranch,

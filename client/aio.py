@@ -229,19 +229,18 @@ class AsyncAsking(ABC):
         self, policy: "Policy", begin: Mapping[str, Any], *, params: Mapping[str, Any], **asked: Any
     ) -> "SearchResult":
         """The result of a search that the gateway runs."""
-        from mallee.client.searches.remote import SearchReader, search_call
+        from mallee.client.searches.remote import read_search, search_call
 
         call = search_call(policy, begin, params=calls.nested(self._params(params)), **asked)
-        response = await self._begun(call)
-        reader = SearchReader(self.base_url + call.path)
+        response, url, parser = await self._begun(call), self.base_url + call.path, SseParser()
         try:
-            with failing_as(StreamBroken, reader.url):
+            with failing_as(StreamBroken, url):
                 async for chunk in response.aiter_raw():
-                    if reader.feed(chunk):
-                        break
+                    if (found := read_search(parser.feed(chunk), url)) is not None:
+                        return found
         finally:
             await response.aclose()
-        return reader.finished()
+        raise StreamBroken(url)
 
     @abstractmethod
     async def _request(

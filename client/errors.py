@@ -5,6 +5,8 @@
     |- ConnectionFailed   no server answers at this address
     |- StreamBroken       a stream ended before its end
     |- NoCapsule          a branch left no state that could be forked
+    |- ToolFailed         the function of a graph's node failed
+    |- ToolTimeout        it gave no result in time
     |- JournalFailed      the journal of a graph can't be written or read
     `- BadRequest, NotFound, Unavailable, ...   the server's own errors, by their code
 
@@ -68,6 +70,27 @@ class NoCapsule(MalleeError):
         super().__init__(
             f"branch {index} can't be forked: {reason}", index=index, finish_reason=finish_reason
         )
+
+
+class ToolFailed(MalleeError):
+    """The function `call` of a graph's node failed, or gave too much."""
+
+    code = "tool_failed"
+
+    def __init__(self, call: str, why: str) -> None:
+        super().__init__(f"tool {call!r} failed: {why}", call=call)
+
+
+class ToolTimeout(MalleeError):
+    """The function `call` of a graph's node gave no result in `timeout_s`."""
+
+    code = "tool_timeout"
+
+    def __init__(self, call: str, timeout_s: float) -> None:
+        text = (
+            f"no result of tool {call!r} came in {timeout_s:g} s; answer sooner, or raise timeout_s"
+        )
+        super().__init__(text, call=call, timeout_s=timeout_s)
 
 
 class JournalFailed(MalleeError):

@@ -218,19 +218,18 @@ class Asking(ABC):
         self, policy: "Policy", begin: Mapping[str, Any], *, params: Mapping[str, Any], **asked: Any
     ) -> "SearchResult":
         """The result of a search that the gateway runs."""
-        from mallee.client.searches.remote import SearchReader, search_call
+        from mallee.client.searches.remote import read_search, search_call
 
         call = search_call(policy, begin, params=calls.nested(self._params(params)), **asked)
-        response = self._begun(call)
-        reader = SearchReader(self.base_url + call.path)
+        response, url, parser = (self._begun(call), self.base_url + call.path, SseParser())
         try:
-            with failing_as(StreamBroken, reader.url):
+            with failing_as(StreamBroken, url):
                 for chunk in response.iter_raw():
-                    if reader.feed(chunk):
-                        break
+                    if (found := read_search(parser.feed(chunk), url)) is not None:
+                        return found
         finally:
             response.close()
-        return reader.finished()
+        raise StreamBroken(url)
 
     @abstractmethod
     def _request(

@@ -14,7 +14,6 @@ from mallee.graphs.nodes import Branch, Drawn, Item, Join, Map, Node, Prefill, T
 from mallee.protocol.errors import InvalidGraph, shown
 
 MAX_NAMED: Final = 8  # nodes in a message
-ROLES: Final = ("system", "user", "assistant")
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
 _RULE: Final = "names are 1 to 64 letters, digits, '_', '.' and '-'"
@@ -66,10 +65,6 @@ def checked_graph(nodes: Sequence[Node], outputs: Sequence[str] = ()) -> Checked
 def _check_values(node: Node) -> None:
     if node.messages and node.text:
         raise _wrong(node, "text", node.text, "give either text or messages")
-    for i, turn in enumerate(node.messages):
-        if turn.role not in ROLES:
-            remedy = f"give one of {', '.join(ROLES)}"
-            raise _wrong(node, f"messages[{i}].role", turn.role, remedy)
     if not isinstance(node, Map) and any(isinstance(p, Item) for text in node.texts for p in text):
         raise _wrong(node, "text", "item", "only a map has items")
     if isinstance(node, Drawn):

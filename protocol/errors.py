@@ -16,8 +16,6 @@
     |  |- SessionClosed           an answer's session was closed                           (409)
     |  |- Superseded              other tokens took the place of those to be injected      (409)
     |  |- BudgetSpent             nothing is left of the budget that bounds a request      (409)
-    |  |- ToolFailed              a client says that the call of a graph's node failed      (409)
-    |  |- ToolTimeout             a client gave no result of a call in time                 (408)
     |  |- SlowReader              the client doesn't read its answer                       (408)
     |  |- Unauthorized            no key, or none that is valid                            (401)
     |  `- Forbidden               the key has not the right                                (403)
@@ -327,28 +325,6 @@ class BudgetSpent(BadRequest):
         super().__init__(
             f"the budget that bounds this request has no {resource} for it: {why}",
             resource=resource,
-        )
-
-
-class ToolFailed(BadRequest):
-    """`why` is the client's own text."""
-
-    status = 409
-    code = "tool_failed"
-
-    def __init__(self, call: str, why: str) -> None:
-        super().__init__(f"tool {shown(call)} failed: {why}", call=call)
-
-
-class ToolTimeout(BadRequest):
-    status = 408
-    code = "tool_timeout"
-
-    def __init__(self, call: str, timeout_s: float) -> None:
-        super().__init__(
-            f"no result of tool {shown(call)} came in {timeout_s:g} s; answer sooner, or raise timeout_s",
-            call=call,
-            timeout_s=timeout_s,
         )
 
 

@@ -8,13 +8,12 @@ wherever and however fast that is carried out. What a later expansion waits for 
 valued as soon as it is drawn.
 """
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Final, Literal, NamedTuple, TypeAlias
 
-from mallee.protocol.errors import InternalError
+from mallee.protocol.errors import InternalError, InvalidParameter
 from mallee.search.policy import Policy, SearchBudget
 from mallee.search.results import SearchResult, result_of
 from mallee.search.scores import Scoring, path_score
@@ -86,8 +85,7 @@ class Search:
         self._tree = Tree(root, policy.depth)
         self._num_tokens = 0  # of the tree, below the root
         self._num_reserved = 0  # tokens that expansions under way may draw
-        self._growing: deque[int] = deque()  # works in the order of the proposals
-        self._growths: dict[int, _Growth] = {}
+        self._growths: dict[int, _Growth] = {}  # by work, in the order of the proposals
         self._work: list[Expand | Score] = []
         self._reason: Reason | None = None
         self._plan()
@@ -118,13 +116,15 @@ class Search:
         self._grow()
 
     def scored(self, work: int, values: Sequence[float | None]) -> None:
-        """The values of a `Score`, in its order; None for one that has none."""
+        """The values of a `Score`, in its order; None for one that has none. Raises InvalidParameter."""
         growth = self._growth(work)
         if growth is None:
             return
         assert growth.asked, f"no values are awaited for {work}"
         for index, value in zip(growth.asked, values, strict=True):
-            assert value is None or abs(value) < float("inf"), f"{value} is no value"
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value is not None and not (is_number and abs(value) < float("inf")):
+                raise InvalidParameter("score", value, "a score is a finite number, or None")
             growth.scores[index] = value
         growth.asked = []
         growth.is_ready = True
@@ -173,20 +173,20 @@ class Search:
 
     def _grow(self) -> None:
         """Let expansions join the tree, as far as all before them have, and ask the policy after each."""
-        while self._growing and self._growths[self._growing[0]].is_ready and not self.is_over:
-            growth = self._growths.pop(self._growing.popleft())
+        tree = self._tree
+        while self._growths and not self.is_over:
+            work, growth = next(iter(self._growths.items()))
+            if not growth.is_ready:
+                return
+            del self._growths[work]
             self._num_reserved -= growth.num * growth.max_tokens
-            self._join(growth)
+            tree.end(growth.node, growth.num)
+            found = zip(growth.proposals or (), growth.scores, growth.is_new, strict=True)
+            for proposal, score, is_new in found:
+                tree.add(growth.node, proposal, score, is_new=is_new)
+                self._num_tokens += proposal.num_tokens
+            tree.settle(growth.node)
             self._plan()
-
-    def _join(self, growth: _Growth) -> None:
-        tree, node = self._tree, growth.node
-        tree.end(node, growth.num)
-        found = zip(growth.proposals or (), growth.scores, growth.is_new, strict=True)
-        for proposal, score, is_new in found:
-            tree.add(node, proposal, score, is_new=is_new)
-            self._num_tokens += proposal.num_tokens
-        tree.settle(node)
 
     def _plan(self) -> None:
         """Take the policy's wishes, as far as the budget goes."""
@@ -196,7 +196,8 @@ class Search:
         short: Reason = "done"
         while wishes := self._policy.propose(self._tree):
             for node, num, max_tokens in wishes:
-                if self._is_last_expansion():
+                most = self._budget.expansions
+                if most is not None and self._tree.num_expansions >= most:
                     short = "expansions"
                     break
                 by_tokens, by_nodes = self._room(max_tokens)
@@ -206,12 +207,8 @@ class Search:
                 self._begin(node, min(num, by_tokens, by_nodes), max_tokens)
             if short != "done":
                 break
-        if not self._growing:
+        if not self._growths:
             self._end(short)
-
-    def _is_last_expansion(self) -> bool:
-        most = self._budget.expansions
-        return most is not None and self._tree.num_expansions >= most
 
     def _room(self, max_tokens: int) -> tuple[int, int]:
         """Continuations of so many tokens that the budget surely has room for: by tokens, by nodes."""
@@ -233,7 +230,6 @@ class Search:
         work = self._tree.num_expansions
         self._tree.begin(node, num)
         self._num_reserved += num * max_tokens
-        self._growing.append(work)
         self._growths[work] = _Growth(node, num, max_tokens)
         seed = derived_seed(self._seed, work)
         self._work.append(Expand(work, node.number, node.proposal.key, num, max_tokens, seed))
@@ -242,9 +238,9 @@ class Search:
         """Give up all that is being drawn: it is no part of the tree."""
         self._reason = reason
         self._work.clear()
-        while self._growing:
-            growth = self._growths.pop(self._growing.popleft())
+        for growth in self._growths.values():
             self._tree.give_up(growth.node, growth.num)
+        self._growths.clear()
 
 
 def derived_seed(seed: int, number: int) -> int:

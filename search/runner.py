@@ -6,7 +6,8 @@ from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 from mallee.protocol.errors import ContextLengthExceeded
 from mallee.search.driver import Expand, Score, Search
-from mallee.search.scores import Verifier
+from mallee.search.policy import Policy, SearchBudget
+from mallee.search.scores import Scoring, Verifier
 from mallee.search.tree import ROOT, Node, Proposal
 
 AT_ONCE: Final = 16  # steps of one search
@@ -61,15 +62,25 @@ class Steps(Protocol):
 
 
 class Runner:
-    """Runs one search. Without a `verifier` the steps give the values that it asks for."""
+    """Runs one search from the state `root` on. With the `score` "outside" its steps give values."""
 
     def __init__(
-        self, search: Search, steps: Steps, *, ends: Ends, verifier: Verifier | None
+        self,
+        steps: Steps,
+        policy: Policy,
+        root: str,
+        *,
+        score: Scoring | Verifier,
+        seed: int,
+        budget: SearchBudget,
+        ends: Ends,
     ) -> None:
-        self.search = search
+        self._verifier = score if isinstance(score, Verifier) else None
+        scoring: Scoring = "outside" if isinstance(score, Verifier) else score
+        begin = Proposal("", 0, root)
+        self.search = Search(policy, begin, seed=seed, budget=budget, scoring=scoring)
         self._steps = steps
         self._ends = ends
-        self._verifier = verifier
         self._room = asyncio.Semaphore(AT_ONCE)
 
     async def nodes(self) -> AsyncGenerator[list[Node], None]:

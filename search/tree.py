@@ -4,7 +4,6 @@ A value that is given to a node counts for all nodes above it too. So `visits` o
 nodes in its subtree, itself included, and `value` is their mean, whatever the policy.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple, TypeAlias
@@ -87,12 +86,6 @@ class Tree:
     def text(self, node: Node) -> str:
         """The text below the root, to the end of `node`."""
         return "".join(each.proposal.text for each in self.path(node)[1:])
-
-    def logprob(self, node: Node) -> float | None:
-        """The sum over the tokens below the root, to the end of `node`; None if one is unknown."""
-        found = [each.proposal.logprob for each in self.path(node)[1:]]
-        known = [each for each in found if each is not None]
-        return math.fsum(known) if len(known) == len(found) else None
 
     def leaves(self) -> list[Node]:
         """Nodes without children, duplicates left out."""

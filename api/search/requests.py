@@ -104,15 +104,16 @@ class SearchPlan(NamedTuple):
     """A search that may run: from `prompt`, or else from `capsule`. `step`: a fork but for its length."""
 
     policy: Policy
-    scoring: Scoring
-    verifier: Verifier | None
-    url: str  # of the service that values texts; "": none does
+    score: Scoring | Verifier
+    url: str  # of the service that gives values; "": none does
     seed: int
     budget: SearchBudget
     ends: Ends
     capsule: CapsuleId
     prompt: PrefillJob | None
     step: ForkRequest
+    scope: Scope
+    terms: QueueTerms
 
 
 def read_search(
@@ -129,11 +130,12 @@ def read_search(
     if sum(each is not None for each in places) != 1:
         raise BadRequest("give one of prompt, messages and capsule", param="prompt")
     _check_terms(request)
+    terms = terms._replace(ends_session=False)  # as a header may say: more than one request follows
     _, policy = read_policy(request.policy, kinds)
     if (num_chars := sum(map(len, request.ends))) > MAX_END_CHARS:
         remedy = f"{num_chars} characters; give at most {MAX_END_CHARS} in all"
         raise InvalidParameter("ends", request.ends, remedy)
-    scoring, score = _read_score(request.score, maker.urls)
+    score, url = _read_score(request.score, maker.urls)
     step = _as(
         ForkRequest,
         request,
@@ -151,15 +153,16 @@ def read_search(
     within("budget.nodes", budget.nodes or 1, 1, MAX_NODES)
     return SearchPlan(
         policy=policy,
-        scoring=scoring,
-        verifier=score if isinstance(score, Verifier) else None,
-        url=score.url if isinstance(score, UrlScore) else "",
+        score=score,
+        url=url,
         seed=draw_seed() >> 1 if request.seed is None else request.seed,
         budget=msgspec.structs.replace(budget, nodes=budget.nodes or MAX_NODES),
         ends=Ends.of(request.stop, request.ends),
         capsule=CapsuleId(request.capsule or ""),
         prompt=prompt,
         step=step,
+        scope=scope,
+        terms=terms,
     )
 
 
@@ -181,9 +184,10 @@ def _check_terms(request: SearchRequest) -> None:
             raise InvalidParameter(f"mallee.{name}", value, remedy)
 
 
-def _read_score(score: Any, urls: AllowedUrls) -> tuple[Scoring, Verifier | UrlScore | None]:
+def _read_score(score: Any, urls: AllowedUrls) -> tuple[Scoring | Verifier, str]:
+    """The score, and the URL of the service that gives values, if one does. Raises InvalidParameter."""
     if score in ("mean_logprob", "sum_logprob"):
-        return score, None
+        return score, ""
     if not isinstance(score, dict):
         remedy = (
             "give mean_logprob, sum_logprob, an object with prompt and answers, or one with a url"
@@ -194,6 +198,7 @@ def _read_score(score: Any, urls: AllowedUrls) -> tuple[Scoring, Verifier | UrlS
         found = msgspec.convert(score, kind, strict=True)
     except msgspec.ValidationError as error:
         raise InvalidParameter("score", score, str(error)) from error
-    if isinstance(found, UrlScore):
-        urls.check("score.url", found.url)
-    return "outside", found
+    if isinstance(found, Verifier):
+        return found, ""
+    urls.check("score.url", found.url)
+    return "outside", found.url

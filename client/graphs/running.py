@@ -17,7 +17,14 @@ from uuid import uuid4
 from mallee.client import calls
 from mallee.client.base import CUT_WAIT_S, DELETE_TIMEOUT_S, growing_waits, was_cut
 from mallee.client.critic import result_of
-from mallee.client.errors import ApiError, ConnectionFailed, JournalFailed, StreamBroken
+from mallee.client.errors import (
+    ApiError,
+    ConnectionFailed,
+    JournalFailed,
+    StreamBroken,
+    ToolFailed,
+    ToolTimeout,
+)
 from mallee.client.graphs.beginning import bind, check_window, num_tokens, still_done
 from mallee.client.graphs.builder import Graph
 from mallee.client.graphs.journal import Done, Head, Journal, fingerprint
@@ -27,8 +34,13 @@ from mallee.client.sessions import close_session
 from mallee.graphs.graph import checked_graph
 from mallee.graphs.nodes import Drawn, Filled, Handle, Join, Map, Prefill, Tool
 from mallee.graphs.run import Cancel, Ended, NodeRun, Output, Release, Run, RunLimits, Start
-from mallee.protocol import errors
-from mallee.protocol.errors import InvalidParameter, MalleeError, NotFound
+from mallee.protocol.errors import (
+    BudgetSpent,
+    InvalidParameter,
+    MalleeError,
+    NotFound,
+    Unavailable,
+)
 from mallee.protocol.ids import RequestId, branch_seed, capsule_id
 
 DEFAULT_RUNNING: Final = 32
@@ -195,7 +207,7 @@ class AsyncGraphRun:
                     if self._is_cancelled:
                         self._run.end(None, self._now())
                 except TimeoutError:
-                    self._run.end(errors.BudgetSpent("wall_s", "its time is over"), self._now())
+                    self._run.end(BudgetSpent("wall_s", "its time is over"), self._now())
                 self._carry_out()
         if self._fault is not None:
             raise self._fault
@@ -319,9 +331,9 @@ class AsyncGraphRun:
                 found = await result_of(self._tools[tool.name], text)
         except Exception as error:  # of a function of the user's: its node fails with it
             if timeout.expired():
-                raise errors.ToolTimeout(tool.call, tool.timeout_s) from error
+                raise ToolTimeout(tool.call, tool.timeout_s) from error
             why = f"{type(error).__name__}: {error}"[:MAX_WHY]
-            raise errors.ToolFailed(tool.call, why) from error
+            raise ToolFailed(tool.call, why) from error
         is_list = isinstance(found, list | tuple)
         texts = tuple(map(str, found)) if is_list else ("" if found is None else str(found),)
         num = sum(len(each.encode()) for each in texts)  # tokens, at most
@@ -329,7 +341,7 @@ class AsyncGraphRun:
             num = sum([await num_tokens(self._client._send, each, self._salt) for each in texts])
         if num > tool.max_tokens:
             why = f"its result has {num} tokens > max_tokens {tool.max_tokens}"
-            raise errors.ToolFailed(tool.call, why)
+            raise ToolFailed(tool.call, why)
         self._finished(tool.name, Output("\n".join(texts), texts if is_list else None))
 
     async def _prefill(self, name: str, text: Filled) -> None:
@@ -430,9 +442,9 @@ class AsyncGraphRun:
             case "error":
                 error = event.error or ApiError("the branch failed")
             case "budget":
-                error = errors.BudgetSpent(event.ended_by or "tokens", "the graph has spent it")
+                error = BudgetSpent(event.ended_by or "tokens", "the graph has spent it")
             case _ if keeps and not work.capsule:
-                error = errors.Unavailable("the answer's worker kept no capsule to go on from")
+                error = Unavailable("the answer's worker kept no capsule to go on from")
         if error is not None or event.finish_reason == "cancelled":
             self._run.lost(name, error, self._now())
             self._carry_out()

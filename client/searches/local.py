@@ -12,12 +12,11 @@ from mallee.client.calls import terms_of
 from mallee.client.critic import result_of
 from mallee.client.results import BranchState
 from mallee.protocol.errors import InvalidParameter
-from mallee.search.driver import NO_BUDGET, Expand, Score, Search
+from mallee.search.driver import NO_BUDGET, Expand, Score
 from mallee.search.policy import Policy, SearchBudget
 from mallee.search.results import SearchResult
 from mallee.search.runner import AT_ONCE, Drawn, Ends, Runner
-from mallee.search.scores import Scoring, Verifier
-from mallee.search.tree import Proposal
+from mallee.search.scores import Verifier
 
 Value: TypeAlias = Callable[[str], float | None]
 """The value of a text, from the end of the search's prompt on; None: it has none."""
@@ -50,7 +49,7 @@ class Forks:
         return _drawn(branch)
 
     async def value(self, work: Score) -> list[float | None]:
-        return [_checked(await result_of(self._score, text)) for text in work.texts]
+        return [await result_of(self._score, text) for text in work.texts]
 
 
 async def run_async(fork: Fork, root: str, policy: Policy, **asked: Any) -> SearchResult:
@@ -100,24 +99,26 @@ async def _run(
     params: Mapping[str, Any],
 ) -> SearchResult:
     """Raises InvalidParameter for what is no `score`, and what the forks and `score` raise."""
-    scoring: Scoring = "outside"
-    if score in ("mean_logprob", "sum_logprob"):
-        scoring = score
-    elif not (callable(score) or isinstance(score, Verifier)):
+    is_known = isinstance(score, Verifier) or score in ("mean_logprob", "sum_logprob")
+    if not is_known and not callable(score):
         remedy = 'give "mean_logprob", "sum_logprob", a Verifier, or a function of a text'
         raise InvalidParameter("score", score, remedy)
-    beginning = Proposal("", 0, root)
-    search = Search(policy, beginning, seed=seed, budget=budget or NO_BUDGET, scoring=scoring)
     step_ends = Ends.of(params.get("stop"), ends)
     own = {"stop": list(step_ends.stop), "include_stop_str_in_output": True}
     known = {name: value for name, value in params.items() if name != "stop"}
-    steps = Forks(read, known | own if step_ends.stop else known, score)
-    verifier = score if isinstance(score, Verifier) else None
-    runner = Runner(search, steps, ends=step_ends, verifier=verifier)
+    runner = Runner(
+        Forks(read, known | own if step_ends.stop else known, score),
+        policy,
+        root,
+        score=score if is_known else "outside",
+        seed=seed,
+        budget=budget or NO_BUDGET,
+        ends=step_ends,
+    )
     async with aclosing(runner.nodes()) as nodes:
         async for _ in nodes:
             pass
-    return search.result()
+    return runner.search.result()
 
 
 def _drawn(branch: BranchState) -> Drawn:
@@ -130,13 +131,3 @@ def _drawn(branch: BranchState) -> Drawn:
         chances,
         branch.logprobs.get("top_logprobs", []),
     )
-
-
-def _checked(value: object) -> float | None:
-    """A value that a score function gave. Raises InvalidParameter for what is none."""
-    if value is None:
-        return None
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not abs(float(value)) < float("inf"):  # type: ignore[arg-type]
-        raise InvalidParameter("score", value, "a score is a finite number, or None")
-    return float(value)  # type: ignore[arg-type]

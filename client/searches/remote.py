@@ -8,7 +8,6 @@ import msgspec
 from mallee.client.calls import Call
 from mallee.client.errors import StreamBroken
 from mallee.client.results import event_body
-from mallee.client.sse import DONE, SseParser
 from mallee.protocol.errors import InvalidParameter
 from mallee.search.policy import Policy, SearchBudget
 from mallee.search.results import SearchResult
@@ -51,35 +50,19 @@ def search_call(
     return Call("POST", "/v1/search", known, cache_salt=params.get("cache_salt"))
 
 
-class SearchReader:
-    """Reads the stream of one search."""
+def read_search(events: Sequence[str], url: str) -> SearchResult | None:
+    """The result, if it is among the events of a stream: the others have nodes that joined the tree.
 
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self._parser = SseParser()
-        self._result: SearchResult | None = None
-        self._is_done = False
-
-    def feed(self, chunk: bytes) -> bool:
-        """Whether it has ended. Raises the server's error, StreamBroken."""
-        for data in self._parser.feed(chunk):
-            if data == DONE:
-                self._is_done = True
-                break
-            body = event_body(data, self.url)
-            if body.get("object") != "search":
-                continue  # nodes that joined the tree
+    Raises the server's error, StreamBroken.
+    """
+    for data in events:
+        body = event_body(data, url)
+        if body.get("object") == "search":
             try:
-                self._result = msgspec.convert(body, SearchResult)
+                return msgspec.convert(body, SearchResult)
             except msgspec.ValidationError as error:
-                raise StreamBroken(self.url, f"not a search: {error}") from error
-        return self._is_done
-
-    def finished(self) -> SearchResult:
-        """Raises StreamBroken if the end is missing."""
-        if self._result is None or not self._is_done:
-            raise StreamBroken(self.url)
-        return self._result
+                raise StreamBroken(url, f"not a search: {error}") from error
+    return None
 
 
 def _sent_policy(policy: Policy) -> Any:

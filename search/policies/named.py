@@ -6,7 +6,7 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
-from mallee.protocol.errors import BadRequest, InvalidParameter
+from mallee.protocol.errors import InvalidParameter
 from mallee.search.policies.depth_first import DepthFirst
 from mallee.search.policies.levels import Beam, BreadthFirst, DiverseTrees
 from mallee.search.policies.mcts import Mcts
@@ -25,7 +25,7 @@ POLICIES: Final[Mapping[str, type[msgspec.Struct]]] = {
     "mcts": Mcts,
     "dvts": DiverseTrees,
 }
-_PATH: Final = re.compile(r" - at `\$\.?([^`]*)`$")
+_UNKNOWN: Final = re.compile(r"unknown field `([^`]*)`")
 
 
 def read_policy(
@@ -39,20 +39,12 @@ def read_policy(
     kind = kinds.get(name)
     if kind is None:
         raise InvalidParameter("policy.type", name, f"give one of {known}")
-    fields = {key: value for key, value in given.items() if key != "type"}
     try:
-        policy: Any = msgspec.convert(fields | {"type": name}, kind, strict=True)
+        policy: Any = msgspec.convert(given, kind, strict=True)
     except msgspec.ValidationError as error:
-        raise _bad_field(str(error), fields) from error
+        message, _, path = str(error).partition(" - at `$.")
+        unknown = _UNKNOWN.search(message)
+        field = unknown[1] if unknown else path.rstrip("`")
+        remedy = "the policy has no such field; leave it out" if unknown else message
+        raise InvalidParameter(f"policy.{field}".rstrip("."), given.get(field), remedy) from error
     return name, policy
-
-
-def _bad_field(message: str, fields: dict[str, Any]) -> BadRequest:
-    if unknown := re.search(r"unknown field `([^`]*)`", message):
-        param = unknown[1]
-        remedy = "the policy has no such field; leave it out"
-        return InvalidParameter(f"policy.{param}", fields.get(param), remedy)
-    found = _PATH.search(message)
-    if not found:
-        return BadRequest(f"policy: {message}", param="policy")
-    return InvalidParameter(f"policy.{found[1]}", fields.get(found[1]), message[: found.start()])

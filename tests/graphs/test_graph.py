@@ -142,7 +142,6 @@ LONE = Turn("judge", ("x",))
         (branch("a", "doc", Item()), "node a: text='item': only a map has items"),
         (branch("a", "doc", of("doc")), "edge doc -> a: a prefill has no output"),
         (branch("a", "doc", "x", messages=(LONE,)), "node a: text=('x',): give either text or"),
-        (branch("a", messages=(LONE,)), "node a: messages[0].role='judge': give one of system"),
         (Prefill(name="a"), "node a: text='': give a text, or messages"),
         (join("a"), "node a: inputs=[]: name at least one node"),
         (join("a", "b", "b"), "node a: inputs='b': it is named twice"),

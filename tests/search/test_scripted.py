@@ -1,12 +1,13 @@
 """Searches whose proposals and values come from a script: properties of all policies, small games by hand."""
 
+import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
 from itertools import combinations_with_replacement
 from random import Random
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import pytest
@@ -22,7 +23,7 @@ from mallee.search.policies.named import read_policy
 from mallee.search.policies.sampling import BestOfN, SelfConsistency
 from mallee.search.policy import MAX_WIDTH, Expansion, Policy, SearchBudget
 from mallee.search.results import SearchResult
-from mallee.search.runner import Drawn, Ends, proposal_of
+from mallee.search.runner import Drawn, Ends, Runner, proposal_of
 from mallee.search.scores import Scoring, Verifier, path_score
 from mallee.search.tree import Node, Proposal, Tree
 from support.game_of_24 import (
@@ -405,6 +406,36 @@ def test_a_branch_that_ended_by_itself_is_a_whole_answer(
 def test_a_branch_that_failed_is_no_proposal() -> None:
     for finish in ("error", "cancelled"):
         assert proposal_of(Drawn("a", finish, None, 1, []), Ends()) is None
+
+
+class Failing:
+    """Steps of which one question waits for ever, and the other fails."""
+
+    def __init__(self) -> None:
+        self.num_ended = 0
+
+    async def draw(self, work: Expand) -> list[Drawn]:
+        return [Drawn(text, "length", text, 1) for text in "ab"]
+
+    async def ask(self, verifier: Verifier, key: str) -> Drawn:
+        if key == "b":
+            raise InternalError("no answer")
+        try:
+            return await asyncio.get_running_loop().create_future()
+        finally:
+            self.num_ended += 1
+
+    async def value(self, work: Score) -> list[float | None]:
+        raise AssertionError("the model itself is asked")
+
+
+async def test_a_step_that_fails_ends_the_others_and_the_search() -> None:
+    steps = Failing()
+    asked: dict[str, Any] = {"seed": 1, "budget": NO_BUDGET, "ends": Ends()}
+    runner = Runner(steps, Beam(width=2, branch=2), "root", score=YES_NO, **asked)
+    with pytest.raises(InternalError, match="no answer"):
+        await anext(runner.nodes())
+    assert steps.num_ended == 1
 
 
 # Small games, step by step as computed by hand

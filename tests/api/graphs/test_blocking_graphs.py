@@ -1,6 +1,7 @@
 """Graphs for a client that blocks: an event loop in a thread of its own, in real time."""
 
 import asyncio
+import re
 from pathlib import Path
 
 import httpx
@@ -15,6 +16,7 @@ from support.tiny_fleet import tiny_fleet
 from support.waiting import until
 
 pytestmark = pytest.mark.real_time  # the run has a thread
+ROOT = Path(__file__).parents[3]
 MODEL = random_model("llama", 5, max_position_embeddings=2048)
 
 
@@ -57,8 +59,18 @@ async def test_a_blocking_client_runs_graphs_as_the_other_does(tmp_path: Path) -
             Mallee(url, http_client=http).run(graph)
         return result
 
+    def documented(url: str) -> None:
+        text = (ROOT / "docs" / "graphs.md").read_text(encoding="utf-8")
+        (code, *_) = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+        code = code.replace("http://127.0.0.1:8000", url)
+        for name in ("mallee.journal", "timeline.html"):
+            code = code.replace(name, str(tmp_path / name))
+        exec(code, {})
+        assert (tmp_path / "timeline.html").exists()
+
     async with tiny_fleet(MODEL, 1) as fleet, served(fleet.gateways[0]) as (url, _):
         result = await asyncio.to_thread(work, url)
+        await asyncio.to_thread(documented, url)
         (engine,) = fleet.engines.values()
         await until(lambda: not engine.branches and not engine.stats().capsules.kept)
     shown(result, tmp_path / "timeline.html")

@@ -353,7 +353,7 @@ async def test_a_budget_bounds_the_whole_graph() -> None:
         with pytest.raises(BudgetSpent):
             _ = found["branch-1"]
         assert found.wall_ms < 5000
-        assert {each.id async for each in client.sessions()} == set()
+        assert [each.id async for each in client.sessions()] == []
         assert asked
 
 
@@ -398,7 +398,7 @@ class Entry(httpx.AsyncHTTPTransport):
 
 
 async def test_a_graph_draws_of_its_session_s_budget_at_any_gateway() -> None:
-    """X19, part: its own is reserved of the session's, which another gateway keeps, and returns."""
+    """X19: its own is reserved of the session's, which another gateway keeps, and returns."""
     async with two_clients() as (a, b, _, _):
         await a.session("s").give_budget({"tokens": 60})
 

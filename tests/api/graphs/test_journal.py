@@ -147,8 +147,8 @@ async def test_a_budget_goes_on_with_its_graph(tmp_path: Path) -> None:
                 pair(hang), journal=tmp_path / name, budget={"tokens": 50}
             ) as run:
                 await read(run, "a")
-        journal = (tmp_path / "forgotten").read_text()
-        (session,) = [each.id async for each in client.sessions() if each.id in journal]
+        head = (tmp_path / "forgotten").read_text()
+        (session,) = [each.id async for each in client.sessions() if each.id in head]
         await client.session(session).close()
         for name in ("known", "forgotten"):
             result = await again(name, tokens=50)
