@@ -165,6 +165,7 @@ class Generation(Sampling, total=False):
     parallel_tool_calls: bool | None
     chat_template_kwargs: Mapping[str, Any] | None
     reasoning_effort: str | None
+    thinking_token_budget: int | None
 
 
 class Prefilling(Terms, total=False):

@@ -174,5 +174,5 @@ async def test_the_sdk_moves_capsules(tmp_path: Path) -> None:
         (again,) = await down.fork(1, **SAMPLED).wait()  # type: ignore[arg-type]
         assert again.text == want.text
         assert (await down.promote()).data.tier == "device"
-        with pytest.raises(InvalidParameter, match="host or disk"):
+        with pytest.raises(InvalidParameter, match="disk or host"):
             await capsule.demote("tape")  # type: ignore[arg-type]

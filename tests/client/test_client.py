@@ -421,7 +421,7 @@ def test_nobody_at_the_address_is_said_with_the_remedy() -> None:
         (b'data: {"error": {"message": "?", "code": "new_kind"}}\n\n', ApiError),
     ],
 )
-async def test_a_stream_that_breaks_off_is_an_error_and_keeps_the_text(
+def test_a_stream_that_breaks_off_is_an_error_and_keeps_the_text(
     server: Script, end: bytes, error: type[Exception]
 ) -> None:
     server.stream = chunk(0, "so far") + end
@@ -431,14 +431,6 @@ async def test_a_stream_that_breaks_off_is_an_error_and_keeps_the_text(
             branches.wait()
         assert branches.branches[0].text == "so far"
         assert branches.branches[0].finish_reason is None
-    async with AsyncMallee(server.url) as aclient:
-        assert (await aclient.health())["status"] == "unavailable"
-        with pytest.raises(error):
-            await aclient.complete("x")
-        server.stream = GOOD
-        async with aclient.stream("x", n=2) as whole:
-            assert [b.text for b in await whole.wait()] == [" a!", " bü🌱"]
-        await whole.branches[1].fork(" more").wait()
 
 
 def test_closing_early_ends_the_stream(server: Script) -> None:

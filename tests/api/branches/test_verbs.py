@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.api.branches import verbs
-from mallee.client import AsyncMallee, Mallee
+from mallee.client import AsyncMallee
 from mallee.gateway.capsules.lineage import Lineage
 from mallee.protocol.ids import CapsuleId, RequestId
 from mallee.testing.random_model import random_model
@@ -330,10 +330,6 @@ async def test_the_sdk_has_the_verbs() -> None:
         assert branch.text[at : at + len(WORDS)] == WORDS
         assert branch.injected == [{"at": at, "tokens": len(WORDS)}]
 
-        def prune() -> list[str]:
-            with Mallee(str(client.base_url)) as plain:
-                capsule = plain.prefill("A tree")
-                capsule.fork(2, max_tokens=3).wait()
-                return capsule.prune()
-
-        assert await asyncio.to_thread(prune) == []
+        capsule = await sdk.prefill("A tree")
+        await capsule.fork(2, max_tokens=3).wait()
+        assert await capsule.prune() == []

@@ -193,7 +193,8 @@ async def test_the_steps_of_a_search_are_requests_of_its_key(tmp_path: Path) -> 
     async with tiny_api(MODEL, 1, settings={"access": access}) as (client, fleet):
         client.headers.update(headers)
         beam = {"type": "beam", "width": 1, "branch": 2, "depth": 2, "step_tokens": 2}
-        found = await post(client, "/v1/search", prompt=PROMPT, policy=beam)
+        bias = {"97": 100.0}  # no answer ends by itself
+        found = await post(client, "/v1/search", prompt=PROMPT, policy=beam, logit_bias=bias)
         assert found["spent"]["requests"] == 3
         wide = {**beam, "branch": 4}
         for policy, code in ((wide, "quota_too_small"), (beam, "quota_exceeded")):
@@ -335,7 +336,7 @@ async def clients() -> AsyncIterator[tuple[AsyncMallee, Mallee, Any]]:
     ids=["mcts", "beam", "best_of_n"],
 )
 async def test_one_seed_makes_one_tree_wherever_it_grows(policy: Policy) -> None:
-    """X10, D32, part: by forks of either client and by one call; no token of it is computed twice."""
+    """X10, part, D32, part: by forks of either client and by one call; no token of it is computed twice."""
     async with clients() as (client, plain, engine):
         for score in (vowels, "mean_logprob", VERIFIER):
             more: dict[str, Any] = {"score": score, "seed": 7, "temperature": 1.0}

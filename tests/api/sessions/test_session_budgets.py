@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from mallee.client import AsyncMallee, BudgetSpent, Mallee
+from mallee.client import AsyncMallee, BudgetSpent
 from mallee.protocol.ids import account_of
 from mallee.testing.random_model import random_model
 from support.live_api import served
@@ -219,34 +219,31 @@ async def test_a_session_whose_keeper_is_gone_takes_a_new_budget() -> None:
 
 
 async def test_the_sdk_gives_sessions_budgets() -> None:
-    """X19, part: typed, synchronous and not."""
-    async with tiny_fleet(MODEL, 1) as fleet, served(fleet.gateways[0]) as (url, _):
-        async with AsyncMallee(url) as client:
-            session = client.session("s")
-            given = await session.give_budget({"tokens": 40})
-            assert given.budget is not None
-            assert given.budget.tokens is not None
-            assert given.budget.tokens.limit == 40
-            await session.complete("A tree", max_tokens=10, ignore_eos=True)
-            fork = await session.fork(budget={"tokens": 5})
-            tree = await fork.show()
-            assert tree.budget is not None
-            assert tree.budget.kept
-            assert tree.budget.branches is None
-            assert tree.budget.tokens is not None
-            assert tree.budget.tokens.left == 5
-
-        def spend() -> list[str | None]:
-            with Mallee(url) as sync:
-                child = sync.session("child")
-                child.give_budget({"tokens": 30}, parent="s")
-                branch = child.complete("A tree", max_tokens=99, ignore_eos=True)
-                with pytest.raises(BudgetSpent, match="none is left"):
-                    child.complete("A tree")
-                other = sync.session("s").fork("t", budget={"branches": 1})
-                shown = other.show().budget
-                assert shown is not None
-                assert shown.tokens is None
-                return [branch.finish_reason]
-
-        assert await asyncio.to_thread(spend) == ["budget"]
+    """X19, part: typed."""
+    async with (
+        tiny_fleet(MODEL, 1) as fleet,
+        served(fleet.gateways[0]) as (url, _),
+        AsyncMallee(url) as client,
+    ):
+        session = client.session("s")
+        given = await session.give_budget({"tokens": 40})
+        assert given.budget is not None
+        assert given.budget.tokens is not None
+        assert given.budget.tokens.limit == 40
+        await session.complete("A tree", max_tokens=10, ignore_eos=True)
+        fork = await session.fork(budget={"tokens": 5})
+        tree = await fork.show()
+        assert tree.budget is not None
+        assert tree.budget.kept
+        assert tree.budget.branches is None
+        assert tree.budget.tokens is not None
+        assert tree.budget.tokens.left == 5
+        child = client.session("child")
+        await child.give_budget({"tokens": 30}, parent="s")
+        branch = await child.complete("A tree", max_tokens=99, ignore_eos=True)
+        assert branch.finish_reason == "budget"
+        with pytest.raises(BudgetSpent, match="none is left"):
+            await child.complete("A tree")
+        shown = (await (await session.fork("t", budget={"branches": 1})).show()).budget
+        assert shown is not None
+        assert shown.tokens is None

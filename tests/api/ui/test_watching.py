@@ -17,7 +17,7 @@ from mallee.api.text.tokenizer import Tokenizer
 from mallee.api.ui.elsewhere import Elsewhere
 from mallee.api.ui.handlers import MAX_OF_TENANT
 from mallee.api.ui.watching import MAX_SESSIONS, Running, SessionWatch
-from mallee.client import AsyncMallee, Mallee
+from mallee.client import AsyncMallee
 from mallee.gateway.access.keys import new_key
 from mallee.gateway.gateway import Gateway
 from mallee.gateway.requests.requests import OpenBranch
@@ -302,13 +302,9 @@ async def test_a_capsules_text_is_that_of_its_answer(stack: Stack) -> None:
         assert (rest["start"], rest["tokens"]) == (num_prompt, whole["tokens"])
         assert rest["text"] == answer["choices"][0]["text"].lstrip("\ufffd")
         async with AsyncMallee(stack.base_url, api_key=ACME.token) as mallee:
-            assert await (await mallee.capsule(capsule)).text(num_prompt) == rest["text"]
-
-        def text() -> str:
-            with Mallee(stack.base_url, api_key=ACME.token) as plain:
-                return plain.capsule(capsule).text()
-
-        assert await asyncio.to_thread(text) == whole["text"]
+            found = await mallee.capsule(capsule)
+            assert await found.text(num_prompt) == rest["text"]
+            assert await found.text() == whole["text"]
         beyond = (await acme.get(path, params={"start": 10**8})).json()
         assert (beyond["text"], beyond["start"]) == ("", whole["tokens"])
         for bad in ("-1", "x", "1e3", "9" * 10):
