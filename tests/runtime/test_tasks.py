@@ -25,7 +25,6 @@ BARE = {
     ("api/deltas.py", "create_task"): "its request takes in how each ends",
     ("api/sse.py", "ensure_future"): "it lives as long as the request that watches by it",
     ("api/entry/idempotency.py", "ensure_future"): "its request waits for its end",
-    ("api/search/running.py", "ensure_future"): "its search takes in how each ends",
     ("api/callbacks/callbacks.py", "to_thread"): "files that are read, once",
     ("actors/mock/stack.py", "create_task"): "`wait` takes in how the server ends",
     ("actors/mock/stack.py", "to_thread"): "once, at the start, which has a limit",
