@@ -3,7 +3,6 @@
 import errno
 import os
 import sys
-from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -29,19 +28,8 @@ cli = typer.Typer(
 )
 for _module in (
     *(serve, up, workers, keys, mock, demo, settings, metrics, check, tree, doctor, doctor_model),
-    *(
-        profile,
-        replay,
-        sweep,
-        sessions,
-        remote_sessions,
-        capsules,
-        chat,
-        explain,
-        top,
-        picker,
-        group,
-    ),
+    *(profile, replay, sweep, sessions, remote_sessions, capsules, chat, explain, top, picker),
+    group,
 ):
     _module.add_to(cli)
 
@@ -76,33 +64,10 @@ def version(as_json: JsonOption = False) -> None:
         _print_version(True)
 
 
-_OLD_OPTIONS = {
-    "--http": "--port",
-    "--blocks": "--kv-tokens (tokens, not blocks)",
-    "--num-blocks": "--kv-tokens (tokens, not blocks)",
-    "--host-blocks": "--host-kv-tokens",
-    "--disk-blocks": "--disk-kv-tokens",
-    "--limit": "--requests, or --read-requests of generate",
-    "--startup": "--startup-s",
-}
-
-
-def _hint_at_new_names(arguments: Sequence[str]) -> None:
-    """Name the successors of options of old, after a command was refused."""
-    for argument in arguments:
-        old = argument.partition("=")[0]
-        if old in _OLD_OPTIONS:
-            print_error(f"{old} is now {_OLD_OPTIONS[old]}")
-
-
 def main() -> None:
     """Entry point. Mallee's own errors are one line and status 1, without a traceback."""
     try:
         cli()
-    except SystemExit as error:
-        if error.code == 2:
-            _hint_at_new_names(sys.argv[1:])
-        raise
     except MalleeError as error:
         print_error(str(error))
         sys.exit(1)

@@ -106,13 +106,6 @@ def test_what_can_not_start_is_said_in_one_line_before_anything_starts(
     assert says in said
 
 
-def test_an_option_of_old_is_refused_with_its_new_name(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = ended(["mock", "--http=8001"], monkeypatch, capsys)
-    assert found == (2, "error: --http is now --port")
-
-
 # `mallee demo`: its search and `--keep`, without Ray; the whole of it is in test_processes.py
 
 MODEL = random_model("llama", 5, max_position_embeddings=2048)
