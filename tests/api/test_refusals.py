@@ -191,6 +191,27 @@ def test_a_refusal_is_of_the_kind_of_part_that_was_given(
     assert answer.body["error"]["message"].endswith(remedy)
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 4}),
+        ("/v1/responses", {"input": "hi"}),
+    ],
+)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("n", 2), ("logprobs", True), ("stop", ["a"]), ("response_format", {"type": "json_object"})],
+)
+def test_fields_of_other_paths_that_would_change_an_answer_are_refused(
+    call: Any, path: str, body: Any, field: str, value: Any
+) -> None:
+    """I17: as others' that aren't served."""
+    answer = call("POST", path, {**body, field: value})
+    assert answer.status == 400
+    assert answer.body["error"]["param"] == field
+    assert call("POST", path, {**body, field: OTHERS_NEUTRAL[field][0]}).status == 200
+
+
 @pytest.mark.parametrize("path", KINDS)
 def test_unknown_fields_are_refused_by_name_where_they_are_ours(call_with: Any, path: str) -> None:
     """Of Mallee's own paths and objects; of others' paths too, if the setting says so."""
