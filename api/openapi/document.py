@@ -97,8 +97,8 @@ def _is_struct(kind: object) -> bool:
 def _refine(schema: dict[str, Any], kind: type[AnyBody]) -> None:
     """Add what holds for the fields of every request, and others' fields that are accepted."""
     fields: dict[str, Any] = schema["properties"]
-    for name, field in fields.items():
-        fields[name] = _nullable(field)
+    for name in fields.keys() - schema.get("required", ()):
+        fields[name] = _nullable(fields[name])
     fields.update(
         {name: {"description": HARMLESS} for name in OTHERS_HARMLESS - fields.keys()},
     )
@@ -136,16 +136,16 @@ def _require(schema: dict[str, Any], kind: type[Body]) -> None:
 def _nullable(field: dict[str, Any]) -> dict[str, Any]:
     """null means absent."""
     null = {"type": "null"}
+    if isinstance(field.get("type"), str):
+        field = {**field, "type": [field["type"], "null"]}
+    if "enum" in field:
+        field = {**field, "enum": [*dict.fromkeys([*field["enum"], None])]}
     if "anyOf" in field:
         others = [each for each in field["anyOf"] if each != null]
         return {**field, "anyOf": [*others, null]}
     if "$ref" in field:
         rest = {name: value for name, value in field.items() if name != "$ref"}
         return {"anyOf": [{"$ref": field["$ref"]}, null], **rest}
-    if "enum" in field:
-        return {**field, "enum": [*dict.fromkeys([*field["enum"], None])]}
-    if isinstance(field.get("type"), str):
-        return {**field, "type": [field["type"], "null"]}
     return field
 
 

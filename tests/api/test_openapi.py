@@ -69,6 +69,17 @@ def test_requests_are_described_field_by_field() -> None:
         assert set(described) >= OTHERS_HARMLESS | OTHERS_NEUTRAL.keys()
 
 
+def test_null_is_described_where_it_leaves_a_field_out() -> None:
+    """And not where a field has to be given."""
+    for kind in {each.body for each in OPERATIONS if hasattr(each.body, "__struct_fields__")}:
+        schema = SCHEMAS[kind.__name__]
+        for field, described in schema["properties"].items():
+            may_be_null = jsonschema.Draft202012Validator(
+                {**described, "components": {"schemas": SCHEMAS}}
+            ).is_valid(None)
+            assert may_be_null == (field not in schema.get("required", ())), (kind, field)
+
+
 def test_the_page_of_fields_is_as_it_is_generated() -> None:
     """`make generate` writes it from the document."""
     assert fields.TARGET.read_text(encoding="utf-8") == fields.written(), "run `make generate`"
