@@ -24,7 +24,7 @@ from mallee.api.messages.tools import marks_of
 from mallee.api.prompts import PromptReader, RenderedPrompt
 from mallee.api.serve import Server, json_response
 from mallee.api.text.conversation import Conversation
-from mallee.protocol.api.messages import CountRequest, MessagesRequest
+from mallee.protocol.api.messages import CountRequest, MessagesRequest, TokenCount
 from mallee.protocol.api.shared import MAX_TENANT
 from mallee.protocol.errors import ContextLengthExceeded, InvalidParameter
 from mallee.protocol.ids import Scope
@@ -73,7 +73,7 @@ class MessagesHandlers:
     async def count_tokens(self, request: Request) -> Response:
         asked = await self._asking.read(request, CountRequest)
         num = await self._asking.make(request, asked, self._count)
-        return json_response({"input_tokens": num})
+        return json_response(TokenCount(input_tokens=num))
 
     def _count(self, request: CountRequest, scope: Scope, terms: QueueTerms) -> int:
         self._maker.check_model(request.model)

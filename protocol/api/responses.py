@@ -283,7 +283,14 @@ class ConversationList(Page[ConversationBody], frozen=True, kw_only=True):
 
 class ConversationItem(Body, frozen=True, kw_only=True):
     id: str
-    type: Literal["message", "function_call", "function_call_output", "reasoning"]
+    type: Literal[
+        "message",
+        "function_call",
+        "function_call_output",
+        "custom_tool_call",
+        "custom_tool_call_output",
+        "reasoning",
+    ]
     status: Literal["in_progress", "completed", "incomplete"]
     role: str = OMITTED
     content: list[dict[str, Any]] = OMITTED
@@ -293,6 +300,7 @@ class ConversationItem(Body, frozen=True, kw_only=True):
     name: str = OMITTED
     namespace: str = OMITTED
     arguments: str = OMITTED
+    input: str = OMITTED
     output: Any = OMITTED
 
 

@@ -335,10 +335,3 @@ class Page(Body, Generic[T], frozen=True, kw_only=True):
     first_id: str | None
     last_id: str | None
     has_more: bool
-
-
-class Deleted(Body, frozen=True, kw_only=True):
-    """A thing that is gone."""
-
-    id: str
-    deleted: bool = True

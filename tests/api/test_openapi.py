@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
+from operator import itemgetter
 from typing import Any
 
 import jsonschema
@@ -91,6 +92,27 @@ def test_examples_are_what_the_document_allows(operation: Operation) -> None:
         return
     schema = {**SCHEMAS[operation.body.__name__], "components": {"schemas": SCHEMAS}}
     jsonschema.validate(dict(operation.example), schema)
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"type": "message", "role": "user", "content": "a"},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "r"},
+        {"type": "custom_tool_call", "call_id": "c", "name": "f", "input": "x"},
+        {"type": "custom_tool_call_output", "call_id": "c", "output": "r"},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "t"}]},
+    ],
+    ids=itemgetter("type"),
+)
+def test_items_of_all_types_are_described(call: Any, item: dict[str, Any]) -> None:
+    path = f"/v1/conversations/{call('POST', '/v1/conversations', {'items': [item]}).body['id']}"
+    (listed,) = call("GET", f"{path}/items").body["data"]
+    found = call("GET", f"{path}/items/{listed['id']}").body
+    assert found == listed
+    jsonschema.validate(found, SCHEMAS["ConversationItem"])
+    assert set(found) <= set(SCHEMAS["ConversationItem"]["properties"])
 
 
 @pytest.mark.slow
