@@ -6,6 +6,7 @@ their `Async`, and the rest of an import stays.
 
 import copy
 import time
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import (
     AsyncGenerator,
@@ -545,6 +546,8 @@ class AsyncMallee(AsyncAsking):
             if not num_left or wait_s is None:
                 break
             await sleep(wait_s)
+        if ignored := response.headers.get("warnings"):
+            warnings.warn(ignored, stacklevel=2)
         return response
 
 

@@ -4,6 +4,7 @@
 
 import copy
 import time
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -525,6 +526,8 @@ class Mallee(Asking):
             if not num_left or wait_s is None:
                 break
             sleep(wait_s)
+        if ignored := response.headers.get("warnings"):
+            warnings.warn(ignored, stacklevel=2)
         return response
 
 
