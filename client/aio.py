@@ -6,6 +6,7 @@ their `Async`, and the rest of an import stays.
 
 import copy
 import time
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import (
     AsyncGenerator,
@@ -306,7 +307,7 @@ class AsyncMallee(AsyncAsking):
     that sends nothing for so many seconds ends the call with ConnectionFailed or StreamBroken. A request that
     is refused with 429 or 503 and a time is sent again after it, up to `max_retries` times. `http_client` has
     proxies and certificates of yours; its owner closes it.
-    Raises InvalidParameter for a `base_url` without http:// or https://.
+    Raises InvalidParameter for a `base_url` without http:// or https://, and for a client of another kind.
     """
 
     def __init__(
@@ -322,6 +323,9 @@ class AsyncMallee(AsyncAsking):
     ) -> None:
         import httpx
 
+        if not isinstance(http_client, httpx.AsyncClient | None):
+            remedy = f"give httpx's {httpx.AsyncClient.__name__}"
+            raise InvalidParameter("http_client", type(http_client).__name__, remedy)
         self.base_url = calls.checked_url(base_url)
         self.model = model
         self.timeout = timeout
@@ -545,6 +549,8 @@ class AsyncMallee(AsyncAsking):
             if not num_left or wait_s is None:
                 break
             await sleep(wait_s)
+        if ignored := response.headers.get("warnings"):
+            warnings.warn(ignored, stacklevel=2)
         return response
 
 

@@ -4,6 +4,7 @@
 
 import copy
 import time
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -293,7 +294,7 @@ class Mallee(Asking):
     that sends nothing for so many seconds ends the call with ConnectionFailed or StreamBroken. A request that
     is refused with 429 or 503 and a time is sent again after it, up to `max_retries` times. `http_client` has
     proxies and certificates of yours; its owner closes it.
-    Raises InvalidParameter for a `base_url` without http:// or https://.
+    Raises InvalidParameter for a `base_url` without http:// or https://, and for a client of another kind.
     """
 
     def __init__(
@@ -309,6 +310,9 @@ class Mallee(Asking):
     ) -> None:
         import httpx
 
+        if not isinstance(http_client, httpx.Client | None):
+            remedy = f"give httpx's {httpx.Client.__name__}"
+            raise InvalidParameter("http_client", type(http_client).__name__, remedy)
         self.base_url = calls.checked_url(base_url)
         self.model = model
         self.timeout = timeout
@@ -525,6 +529,8 @@ class Mallee(Asking):
             if not num_left or wait_s is None:
                 break
             sleep(wait_s)
+        if ignored := response.headers.get("warnings"):
+            warnings.warn(ignored, stacklevel=2)
         return response
 
 

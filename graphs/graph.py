@@ -91,8 +91,8 @@ def _check_values(node: Node) -> None:
 
 
 def _check_count(node: Node, field: str, value: int) -> None:
-    if value < 1:
-        raise _wrong(node, field, value, "give at least 1")
+    if not isinstance(value, int) or value < 1:
+        raise _wrong(node, field, value, "give a whole number, at least 1")
 
 
 def _check_wait(node: Node, wait: Wait, n: int) -> None:

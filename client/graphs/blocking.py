@@ -1,5 +1,6 @@
 """Graphs for a client that blocks: the asynchronous run, in a thread with an event loop."""
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -35,6 +36,8 @@ class GraphRun:
         )
         self._run = AsyncGraphRun(self._client, graph, outputs, **more)
         self._stack = ExitStack()
+        # One that is left without a word ends, too: at the latest before its thread does, with the process.
+        weakref.finalize(self, self._stack.close)
         self._portal: BlockingPortal | None = None
         self._events = self._read()
 

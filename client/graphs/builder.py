@@ -17,12 +17,12 @@ from mallee.graphs.nodes import (
     Turn,
     Wait,
 )
-from mallee.protocol.errors import InvalidGraph
+from mallee.protocol.errors import InvalidGraph, shown
 
 ToolFunction: TypeAlias = Callable[[str], Any]
 """From a call's input to a text, or a list of texts. May be a coroutine function; others run in threads."""
-GraphText: TypeAlias = "str | Handle | Sequence[str | Handle | Item]"
-"""A text, the output of a node, or parts of both kinds, one after the other; in a map also `graph.item`."""
+GraphText: TypeAlias = "str | Handle | Item | Sequence[str | Handle | Item]"
+"""A text, the output of a node, in a map also `graph.item`; or several of these, one after the other."""
 Turns: TypeAlias = Sequence[Mapping[str, GraphText]]
 """Messages with `role` and `content`, which the model's chat template renders."""
 
@@ -161,9 +161,11 @@ class Graph:
 
 
 def _text(text: GraphText) -> Text:
-    if isinstance(text, str | Handle):
-        return (text,) if text else ()
-    return tuple(text)
+    """Raises InvalidGraph for parts that are none."""
+    parts = (text,) if isinstance(text, str | Handle | Item) else text
+    if isinstance(parts, list | tuple) and all(isinstance(p, str | Handle | Item) for p in parts):
+        return tuple(part for part in parts if part != "")
+    raise InvalidGraph(f"a text is {shown(text)}: give a string, a handle, or a list of such")
 
 
 def _turn(turn: Mapping[str, GraphText]) -> Turn:

@@ -335,14 +335,18 @@ class AsyncGraphRun:
         try:
             async with timeout:
                 found = await result_of(self._tools[tool.name], text)
-        except Exception as error:  # of a function of the user's: its node fails with it
+            is_list = isinstance(found, list | tuple)
+            texts = tuple(map(str, found)) if is_list else ("" if found is None else str(found),)
+            num = sum(len(each.encode()) for each in texts)  # tokens, at most
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            # Of a function of the user's: its node fails with it, unless the node itself is ended.
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise
             if timeout.expired():
                 raise ToolTimeout(tool.call, tool.timeout_s) from error
             why = f"{type(error).__name__}: {error}"[:MAX_WHY]
             raise ToolFailed(tool.call, why) from error
-        is_list = isinstance(found, list | tuple)
-        texts = tuple(map(str, found)) if is_list else ("" if found is None else str(found),)
-        num = sum(len(each.encode()) for each in texts)  # tokens, at most
         if num > tool.max_tokens:
             num = sum([await num_tokens(self._client._send, each, self._salt) for each in texts])
         if num > tool.max_tokens:

@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -37,9 +38,19 @@ async def test_a_client_has_the_settings_of_openai_s(live: Any) -> None:
     await asyncio.to_thread(ask)
 
 
+async def test_keywords_that_the_service_does_not_know_are_told(live: Any) -> None:
+    """A slip of the pen is not passed over in silence: OpenAI's routes ignore such fields."""
+    async with AsyncMallee(live.url) as client:
+        with pytest.warns(UserWarning, match="does not know were ignored: 'max_token'"):
+            await client.complete("Why?", max_token=2, max_tokens=1)  # type: ignore[call-overload]
+
+
 def test_what_is_no_client_of_openai_s_is_refused() -> None:
     with pytest.raises(InvalidParameter, match=r"give an openai\.OpenAI"):
         Mallee.from_openai("http://127.0.0.1")  # type: ignore[arg-type]
+    other: Any = httpx.AsyncClient()
+    with pytest.raises(InvalidParameter, match="http_client='AsyncClient': give httpx's Client"):
+        Mallee("http://127.0.0.1", http_client=other)
     nowhere = openai.OpenAI(base_url="http://127.0.0.1:1/v1", api_key="none", max_retries=0)
     with nowhere, Mallee.from_openai(nowhere) as client, pytest.raises(ConnectionFailed):
         client.models()

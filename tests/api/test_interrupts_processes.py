@@ -91,6 +91,24 @@ except KeyboardInterrupt:
         process.communicate("x", timeout=10)
 
 
+def test_a_graph_that_is_left_in_its_loop_s_body_ends_with_its_program(live_in_thread: Any) -> None:
+    """Also without a block, whose end would have closed it."""
+    live_in_thread.service.holds_after = 2
+    kept = set(live_in_thread.service.capsules)
+    program = """
+from mallee.client import Graph
+graph = Graph()
+graph.branch(graph.prefill("abc"), "d")
+for event in client.run(graph):
+    if event.type == "node.delta":
+        wait()
+"""
+    with interrupted(live_in_thread, program):
+        pass
+    assert live_in_thread.service.closed.wait(5)
+    assert set(live_in_thread.service.capsules) == kept
+
+
 def test_a_prefill_that_is_interrupted_leaves_no_capsule(live_in_thread: Any) -> None:
     """The interrupt comes between the request and its answer: the server cancels."""
 

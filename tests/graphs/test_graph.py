@@ -136,8 +136,9 @@ LONE = Turn("judge", ("x",))
 @pytest.mark.parametrize(
     ("node", "told"),
     [
-        (branch("a", max_tokens=0), "node a: max_tokens=0: give at least 1"),
-        (branch("a", at=0), "node a: at=0: give at least 1"),
+        (branch("a", max_tokens=0), "node a: max_tokens=0: give a whole number, at least 1"),
+        (branch("a", max_tokens="5"), "node a: max_tokens='5': give a whole number, at least 1"),
+        (branch("a", at=0), "node a: at=0: give a whole number, at least 1"),
         (branch("a", "j"), "node a: of='j': a join leaves no capsule to go on from"),
         (branch("a", "doc", Item()), "node a: text='item': only a map has items"),
         (branch("a", "doc", of("doc")), "edge doc -> a: a prefill has no output"),
@@ -149,7 +150,7 @@ LONE = Turn("judge", ("x",))
         (join("a", "b", wait="most"), "node a: wait='most': give all, first, or 1 to 1"),
         (join("a", "doc"), "edge doc -> a: a prefill has no output"),
         (tool("a", timeout_s=0.0), "node a: timeout_s=0.0: give seconds, more than 0"),
-        (each("a", "b", max_items=0), "node a: max_items=0: give at least 1"),
+        (each("a", "b", max_items=0), "node a: max_items=0: give a whole number, at least 1"),
         (each("a", "doc"), "edge doc -> a: a prefill has no output"),
     ],
 )

@@ -1,6 +1,7 @@
 """Graphs by the SDK, on engines that compute a tiny model: one token a character."""
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -190,6 +191,11 @@ async def test_what_can_not_run_is_refused_before_anything_is_allocated() -> Non
         doc = fine.prefill("x")
         with pytest.raises(InvalidGraph, match="a message has role, text; give role and content"):
             fine.branch(doc, messages=[{"role": "user", "text": "x"}])
+        with pytest.raises(InvalidGraph, match=r"a text is \('x', 5\): give a string, a handle"):
+            fine.branch(doc, ("x", 5))  # type: ignore[arg-type]
+        items = Graph()
+        items.map(doc, doc, items.item)
+        assert items.nodes[0].text == (items.item,)
         assert await refusal("x" * 1700, max_tokens=221) == (
             "prefix 1700 (doc) + largest branch 221 (a) + headroom 128 = 2049 > n_ctx 2048; shorten the"
             " texts, or lower max_tokens or max_items"
@@ -276,13 +282,31 @@ async def test_what_a_function_raises_fails_its_node() -> None:
         await elapse(30)
         return "late"
 
+    async def leaves(_: str) -> str:
+        sys.exit(3)
+
+    async def cancelled(_: str) -> str:
+        task = asyncio.create_task(elapse(30))
+        task.cancel()
+        await task
+        return "never"
+
     async with client_of() as (client, _):
         graph = Graph()
         doc = graph.prefill("A document. ")
         bad, late = graph.tool(broken), graph.tool(slow, timeout_s=0.2)
         long = graph.tool(lambda _: "x" * 1025)
+        ends = {
+            "CancelledError": graph.tool(cancelled),
+            "SystemExit: 3": graph.tool(leaves),
+            "UnicodeEncodeError": graph.tool(lambda _: "a\udcff"),
+        }
         after = graph.branch(doc, bad)
-        result = await client.run(graph, outputs=[after, late, long]).wait()
+        outputs = [after, late, long, *ends.values()]
+        result = await client.run(graph, outputs=outputs).wait()
+        for why, node in ends.items():
+            with pytest.raises(ToolFailed, match=why):
+                _ = result[node]
         assert result.status == "failed"
         with pytest.raises(ToolFailed, match="tool 'broken' failed: TimeoutError: no such page"):
             _ = result[after]
