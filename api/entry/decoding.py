@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from mallee.api.errors import TooManyValues
 from mallee.protocol.api.shared import OTHERS_HARMLESS, OTHERS_NEUTRAL, AnyBody
-from mallee.protocol.errors import MAX_SHOWN, BadRequest, InvalidParameter
+from mallee.protocol.errors import BadRequest, InvalidParameter
 
 LEAST_VALUES: Final = 1 << 18  # that a body may have, whatever the model
 SMALL_BODY: Final = 64 << 10  # bytes, which are decoded in no time whatever they say
@@ -28,11 +28,12 @@ NO_HINTS: Final[Mapping[str, str]] = MappingProxyType({})
 
 R = TypeVar("R", bound=AnyBody)
 
-_PATH = re.compile(r" - at `\$\.?([^`]*)`$")
-_QUOTED = re.compile(r"(?s)(?<=unknown field )`(.*)`(?= - at|$)")
+_PATH = re.compile(r" - at (`key` in )?`\$\.?([^`]*)`$")
+_STRANGER = re.compile(r"(?s)unknown field `(.*)`$")
 _STEP = re.compile(r"(\w+)|\[(\d+)\]|(\[\.\.\.\])")
 _MISSING = re.compile(r"missing required field `(\w+)`$")
 _BOUND = re.compile(r"[<>]|^Invalid (enum )?value")
+_PART: Final = "part"
 _UNKNOWN: Final = "this server does not know the field; leave it out"
 
 
@@ -173,22 +174,28 @@ def read_part(value: Any, kind: Any, param: str, hints: Mapping[str, str] = NO_H
 
     Raises InvalidParameter.
     """
-    try:  # in a list: else a name that isn't known could look like the place, which is last
-        (made,) = msgspec.convert([value], list[kind], strict=True)
+    try:
+        return msgspec.convert({_PART: value}, _holder(kind), strict=True).part
     except (msgspec.ValidationError, OverflowError) as e:
-        what, _, place = str(e).rpartition(" - at `$[0]")
-        message = f"{what} - at `${place}" if what else str(e)
-        raise _bad_field(message, value, kind, param, hints) from e
-    return made
+        what, found, place = str(e).rpartition(f"`$.{_PART}")
+        raise _bad_field(f"{what}`${place}" if found else str(e), value, kind, param, hints) from e
+
+
+@cache
+def _holder(kind: Any) -> Any:
+    """A struct of one `kind`: msgspec works all other types out anew each time, and slowly.
+
+    Every refusal says where in it: else a name that isn't known could look like the place, which is last.
+    """
+    return msgspec.defstruct("Holder", [(_PART, kind)])
 
 
 def _bad_field(
     message: str, given: Any, kind: Any, where: str = "", hints: Mapping[str, str] = NO_HINTS
 ) -> BadRequest:
     """The refusal of what msgspec refuses, with the place, the value and the range of its type."""
-    message = _QUOTED.sub(lambda name: f"`{name[1][:MAX_SHOWN]}`", message)
     found = _PATH.search(message)
-    path = found[1] if found else ""
+    is_name, path = (False, "") if found is None else (bool(found[1]), found[2])
     if found is not None:
         message = message[: found.start()]
     if (missing := _MISSING.search(message)) is not None:
@@ -198,17 +205,22 @@ def _bad_field(
     value: Any = given
     types = [_type_of(kind)]
     for key, index, every in _STEP.findall(path):
+        types = [inner for each in types for inner in _below(each, key, value)]
         if not every:  # of a value in an object it isn't told whose
             value = value.get(key) if key else value[int(index)]
             where += f"{'.' if where else ''}{key}" if key else f"[{index}]"
-        types = [inner for each in types for inner in _below(each, key)]
-    bounds = [bound for each in types if (bound := _bounds(each))]
+    if (stranger := _STRANGER.search(message)) is not None:
+        return InvalidParameter(f"{where}.{stranger[1]}", value.get(stranger[1]), _UNKNOWN)
     if where.endswith(".type") and isinstance(value, str) and value in hints:
         return InvalidParameter(where, value, hints[value])
-    is_outside = _BOUND.search(message) is not None
-    return InvalidParameter(
-        where, value, f"give {', or '.join(bounds)}" if bounds and is_outside else message
-    )
+    if is_name:
+        objects = (each for inner in types for each in _choices(inner))
+        types = [each.key_type for each in objects if isinstance(each, inspect.DictType)]
+    bounds = [*dict.fromkeys(bound for each in types if (bound := _bounds(each)))]
+    if not bounds or _BOUND.search(message) is None:
+        return InvalidParameter(where, value, message)
+    remedy = f"give {', or '.join(bounds)}" + (" in each name" if is_name else "")
+    return InvalidParameter(where, value, remedy)
 
 
 @cache
@@ -216,17 +228,25 @@ def _type_of(kind: Any) -> inspect.Type:
     return inspect.type_info(kind)
 
 
-def _below(kind: inspect.Type, field: str) -> Iterator[inspect.Type]:
-    """The types that `field`, or an element, of a value may have."""
+def _below(kind: inspect.Type, field: str, value: Any) -> Iterator[inspect.Type]:
+    """The types that `field`, or an element, of `value` may have."""
     for each in _choices(kind):
         if isinstance(each, inspect.StructType):
-            yield from (f.type for f in each.fields if f.encode_name == field)
             if field == each.tag_field:
                 yield inspect.LiteralType((each.tag,))
+            elif _is_tagged(value, each):
+                yield from (f.type for f in each.fields if f.encode_name == field)
         elif isinstance(each, inspect.DictType):
             yield each.value_type
         elif isinstance(each, inspect.CollectionType | inspect.VarTupleType):
             yield each.item_type
+
+
+def _is_tagged(value: Any, kind: inspect.StructType) -> bool:
+    """Whether a value is no other struct of a union by its tag."""
+    if kind.tag_field is None or not isinstance(value, dict):
+        return True
+    return bool(value.get(kind.tag_field, kind.tag) == kind.tag)
 
 
 def _choices(kind: inspect.Type) -> Iterator[inspect.Type]:

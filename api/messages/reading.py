@@ -18,14 +18,13 @@ from mallee.api.text.conversation import (
     with_names,
 )
 from mallee.protocol.api.messages import (
-    AssistantMessage,
+    AnyMessage,
     Block,
-    SystemMessage,
+    SystemText,
     TextBlock,
     Thinking,
     ToolResult,
     ToolUse,
-    UserMessage,
 )
 from mallee.protocol.errors import InvalidParameter
 
@@ -56,7 +55,7 @@ def read_dialogue(system: Any, messages: Any) -> Dialogue:
     """Messages of one role that follow each other are one. Raises InvalidParameter naming the place."""
     reader = _Reader()
     if system is not None:
-        given = read_part(system, str | list[TextBlock], "system", _HINTS)
+        given = read_part(system, SystemText, "system", _HINTS)
         if text := reader.text(given):
             reader.add(Message("system", text), is_marked=bool(reader.marks))
     if not isinstance(messages, list) or not messages:
@@ -126,7 +125,7 @@ class _Reader:
             self.marks += marks
 
     def _message(self, value: Any, param: str) -> None:
-        given = read_part(value, UserMessage | AssistantMessage | SystemMessage, param, _HINTS)
+        given = read_part(value, AnyMessage, param, _HINTS)
         role, content = given.__struct_config__.tag, given.content
         if role == "system" or isinstance(content, str):
             self.add(Message(role, self.text(content)))

@@ -83,6 +83,10 @@ class AssistantMessage(
     content: str | list[TextBlock | Thinking | RedactedThinking | ToolUse]
 
 
+AnyMessage = SystemMessage | UserMessage | AssistantMessage
+SystemText = str | list[TextBlock]
+
+
 class CountRequest(AnyRequest, frozen=True, kw_only=True):
     """Fields that the prompt depends on, of messages and of their count."""
 

@@ -302,8 +302,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stop_sequences": [""]}, "stop_sequences[0]"),
     ({"system": [{"type": "image"}]}, "system[0].type"),
     ({"system": 5}, "system"),
-    ({"messages": [{"role": "user", "content": "a", "b": 1}]}, "messages[0]"),
-    ({"messages": [{"role": "user", "content": "a", "b` - at `$.c.d": 1}]}, "messages[0]"),
+    ({"messages": [{"role": "user", "content": "a", "b": 1}]}, "messages[0].b"),
+    (
+        {"messages": [{"role": "user", "content": "a", "b` - at `$.c.d": 1}]},
+        "messages[0].b` - at `$.c.d",
+    ),
     ({"messages": [{"role": "image", "content": "a"}]}, "messages[0].role"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"metadata": {"user_id": 1}}, "metadata"),

@@ -152,12 +152,72 @@ def test_a_refusal_says_the_range(call: Any, field: str, value: Any, remedy: str
     assert message.endswith(remedy)
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param", "remedy"),
+    [
+        (
+            "/v1/responses",
+            {"input": "hi", "metadata": {"k" * 65: "v"}},
+            "metadata",
+            "give 0 to 64 characters in each name",
+        ),
+        (
+            "/v1/responses",
+            {"input": [{"type": "function_call", "call_id": "", "name": "f"}]},
+            "input[0].call_id",
+            "'': give 1 or more characters",
+        ),
+        (
+            "/v1/messages",
+            {"messages": [{"role": "user", "content": [{"type": "tool_use"}]}], "max_tokens": 4},
+            "messages[0].content[0].type",
+            "give text, or tool_result",
+        ),
+        (
+            "/v1/messages",
+            {"messages": [{"role": "user", "content": "a", "na`me": "b"}], "max_tokens": 4},
+            "messages[0].na`me",
+            "leave it out",
+        ),
+    ],
+)
+def test_a_refusal_is_of_the_kind_of_part_that_was_given(
+    call: Any, path: str, body: Any, param: str, remedy: str
+) -> None:
+    """Not of others that could stand there."""
+    answer = call("POST", path, body)
+    assert answer.status == 400
+    assert answer.body["error"]["param"] == param
+    assert answer.body["error"]["message"].endswith(remedy)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 4}),
+        ("/v1/responses", {"input": "hi"}),
+    ],
+)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("n", 2), ("logprobs", True), ("stop", ["a"]), ("response_format", {"type": "json_object"})],
+)
+def test_fields_of_other_paths_that_would_change_an_answer_are_refused(
+    call: Any, path: str, body: Any, field: str, value: Any
+) -> None:
+    """I17: as others' that aren't served."""
+    answer = call("POST", path, {**body, field: value})
+    assert answer.status == 400
+    assert answer.body["error"]["param"] == field
+    assert call("POST", path, {**body, field: OTHERS_NEUTRAL[field][0]}).status == 200
+
+
 @pytest.mark.parametrize("path", KINDS)
 def test_unknown_fields_are_refused_by_name_where_they_are_ours(call_with: Any, path: str) -> None:
     """Of Mallee's own paths and objects; of others' paths too, if the setting says so."""
     asked: list[tuple[dict[str, Any], str, str]] = [
         ({"max_token": 5}, "max_token", "max_token"),
-        ({"mallee": {"prio": 1}}, "mallee", "prio"),
+        ({"mallee": {"prio": 1}}, "mallee.prio", "prio"),
     ]
     if path != "/v1/capsules":  # which has no stream
         option = "stream_options.include_all"
@@ -165,7 +225,7 @@ def test_unknown_fields_are_refused_by_name_where_they_are_ours(call_with: Any, 
     for setting in ("ours", "all"):
         call = call_with(HttpSettings(strict=setting))
         for fields, param, name in asked:
-            if setting == "ours" and not path.startswith("/v1/capsules") and param != "mallee":
+            if setting == "ours" and not path.startswith("/v1/capsules") and param != "mallee.prio":
                 continue
             answer = call("POST", path, fields)
             assert name in check_error(answer, 400, "invalid_request_error", param)
