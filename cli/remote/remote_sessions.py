@@ -55,7 +55,7 @@ def list_sessions(
         table.add_column(name)
     for each in found:
         table.add_row(each.id, each.parent or "", str(each.capsules), str(each.running))
-    Console().print(table)
+    Console(markup=False).print(table)
 
 
 def show(

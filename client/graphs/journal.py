@@ -85,14 +85,14 @@ class Journal:
     def _read(self) -> None:
         """Take what is there, if it is this graph's, and cut off what was not written whole."""
         self._file.seek(0)
-        whole, _, torn = self._file.read().rpartition(b"\n")
-        lines = whole.split(b"\n") if whole else []
+        whole, newline, torn = self._file.read().rpartition(b"\n")
+        lines = whole.split(b"\n") if newline else []
         if lines:
             self._take(lines)
         elif not torn.startswith(_BEGIN[: len(torn)]):
             raise JournalFailed(self.path, "it is no journal; give another path")
         if torn:
-            self._file.truncate(len(whole) + bool(whole))
+            self._file.truncate(len(whole) + len(newline))
         if not lines:
             self.write(self.head)
 

@@ -118,12 +118,13 @@ class AsyncGraphRun:
     async def wait(self) -> GraphResult:
         """The graph at its end; nodes that failed have their errors.
 
-        Raises InvalidGraph for what does not fit the model's window, before anything is computed, and
-        JournalFailed.
+        Raises InvalidGraph for what does not fit the model's window, before anything is computed,
+        JournalFailed, and Unavailable for a run that was closed.
         """
         async for _ in self._events:
             pass
-        assert self.result is not None, "it was closed"
+        if self.result is None:
+            raise Unavailable("the graph was closed before its end; run it again")
         return self.result
 
     def cancel(self) -> None:

@@ -101,7 +101,10 @@ async def _run(
     """Raises InvalidParameter for what is no `score`, and what the forks and `score` raise."""
     is_known = isinstance(score, Verifier) or score in ("mean_logprob", "sum_logprob")
     if not is_known and not callable(score):
-        remedy = 'give "mean_logprob", "sum_logprob", a Verifier, or a function of a text'
+        remedy = (
+            'give "mean_logprob", "sum_logprob", a Verifier, a function of a text, or with where="gateway"'
+            ' {"url": ...}'
+        )
         raise InvalidParameter("score", score, remedy)
     step_ends = Ends.of(params.get("stop"), ends)
     own = {"stop": list(step_ends.stop), "include_stop_str_in_output": True}

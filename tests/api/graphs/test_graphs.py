@@ -21,6 +21,7 @@ from mallee.client import (
     InvalidParameter,
     ToolFailed,
     ToolTimeout,
+    Unavailable,
 )
 from mallee.mocker.passes import mock_spec
 from mallee.router.config import RouterConfig
@@ -354,6 +355,8 @@ async def test_a_run_that_is_cancelled_or_left_ends_its_graph() -> None:
         await run.close()
         with pytest.raises(AssertionError, match=r"no graph\.ended"):
             await reading
+        with pytest.raises(Unavailable, match="closed before its end"):
+            await run.wait()
 
 
 async def test_a_budget_bounds_the_whole_graph() -> None:

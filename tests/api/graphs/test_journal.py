@@ -232,7 +232,7 @@ def test_a_journal_has_what_was_written_to_it_and_knows_its_graph(tmp_path: Path
     path.write_bytes(whole.replace(b'"node":"b"', b'"nodes":"b"'))
     with pytest.raises(JournalFailed, match=r"a line can't be read: .*`node`"):
         opened(path)
-    for text in ("notes of mine", "notes\nof mine"):
+    for text in ("notes of mine", "notes\nof mine", "\n"):
         path.write_text(text)
         with pytest.raises(JournalFailed):
             opened(path)

@@ -158,10 +158,12 @@ async def test_sessions_are_listed_shown_and_closed(stack: Stack) -> None:
 
         first = client.complete("a tree", max_tokens=2, session="bug-7")
         second = client.complete("a tree", max_tokens=2, session="bug-8")
+        client.complete("a tree", max_tokens=2, session="[red]x")
         client.session("bug-7").fork("bug-7b")
         assert [line.split() for line in sessions("list").stdout.splitlines()[1:]] == [
-            ["bug-7", "1", "0"], ["bug-7b", "bug-7", "1", "0"], ["bug-8", "1", "0"]
+            ["[red]x", "1", "0"], ["bug-7", "1", "0"], ["bug-7b", "bug-7", "1", "0"], ["bug-8", "1", "0"]
         ]  # fmt: skip
+        assert "released" in sessions("close", "[red]x").stdout
         assert sessions("show", "bug-7b").stdout.splitlines()[0] == "bug-7b, below bug-7"
         everything = sessions("show").stdout
         assert everything.splitlines()[0] == "bug-7"
