@@ -88,11 +88,11 @@ class Api:
         server: Server,
         maker: JobMaker,
         asking: Asking,
+        *,
         tokenizing: Tokenizing,
         responses: Responses,
         messages: MessagesHandlers,
         branches: BranchHandlers,
-        *,
         created: int,
         draw_seed: Callable[[], int],
     ) -> None:
@@ -273,12 +273,16 @@ def build_api(
     )
     asking = Asking(entry.scopes, limits, max_model_len=window, pool=entry.pool)
     turns = TurnMaker(reader, chat_reader, maker)
-    stored = Responses(asking, server, turns, settings.responses, gateway.tasks)
-    messages = MessagesHandlers(server, maker, asking, reader, chat_reader)
-    rooms = (stored, messages, BranchHandlers(gateway, maker, reader, asking))
-    tokenizing = Tokenizing(reader, chat_reader, tokenizer, window)
     api = Api(
-        server, maker, asking, tokenizing, *rooms, created=model.created, draw_seed=draws.seed
+        server,
+        maker,
+        asking,
+        tokenizing=Tokenizing(reader, chat_reader, tokenizer, window),
+        responses=Responses(asking, server, turns, settings.responses, gateway.tasks),
+        messages=MessagesHandlers(server, maker, asking, reader, chat_reader),
+        branches=BranchHandlers(gateway, maker, reader, asking),
+        created=model.created,
+        draw_seed=draws.seed,
     )
     app = App(_routes(api))
     app.add_middleware(

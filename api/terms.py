@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 
 from mallee.api.sessions.names import read_session
 from mallee.gateway.access.access import Caller
-from mallee.protocol.api.shared import MAX_PRIORITY, MAX_SALT, MAX_TENANT, AnyRequest
+from mallee.protocol.api.shared import MAX_PRIORITY, MAX_TENANT, AnyRequest
 from mallee.protocol.errors import InvalidParameter
 from mallee.protocol.ids import Scope
 from mallee.protocol.messages import END_OF_TEXT, RetainSpan
@@ -44,13 +44,6 @@ def read_terms(request: AnyRequest, caller: Caller, headers: Headers) -> QueueTe
         parent_session=names.parent,
         ends_session=names.is_final,
     )
-
-
-def checked_salt(salt: str, param: str = "cache_salt") -> str:
-    """`salt`. Raises InvalidParameter if it is too long."""
-    if len(salt) > MAX_SALT:
-        raise InvalidParameter(param, salt, f"give at most {MAX_SALT} characters")
-    return salt
 
 
 def read_affinity(request: AnyRequest, scope: Scope) -> int:

@@ -21,7 +21,7 @@ from mallee.api.text.heads import Heads
 from mallee.api.text.tools.formats import FORMATS, format_of
 from mallee.api.text.tools.parser import ToolFormat
 from mallee.protocol.api.capsules import CapsuleRequest
-from mallee.protocol.api.generate import ChatRequest, TokenizeRequest
+from mallee.protocol.api.generate import EFFORTS, ChatRequest, TokenizeRequest
 from mallee.protocol.api.shared import AnyRequest
 from mallee.protocol.errors import BadRequest, InvalidParameter
 from mallee.protocol.hashing import Tokens
@@ -30,7 +30,6 @@ from mallee.router.dispatch.jobs import Messages
 from mallee.runtime.config import ChatSettings
 
 BUDGET: Final = "thinking_token_budget"
-EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 class Chat(NamedTuple):

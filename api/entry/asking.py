@@ -11,9 +11,9 @@ from mallee.api.entry.bodies import Bodies
 from mallee.api.entry.decoding import LEAST_VALUES, decode, read
 from mallee.api.entry.middleware import caller_of, header, read_body, warn_of
 from mallee.api.sse import unless_gone
-from mallee.api.terms import checked_salt, read_terms
+from mallee.api.terms import read_terms
 from mallee.gateway.access.scopes import Scopes
-from mallee.protocol.api.shared import AnyBody, AnyRequest
+from mallee.protocol.api.shared import MAX_SALT, AnyBody, AnyRequest
 from mallee.protocol.errors import InvalidParameter
 from mallee.protocol.ids import Scope
 from mallee.router.dispatch.jobs import QueueTerms
@@ -62,7 +62,7 @@ class Asking:
             )
             if not kind.is_bounded:
                 _check_unbounded(body)
-            scope = self._scopes.scope(caller.tenant, checked_salt(body.cache_salt) or salt)
+            scope = self._scopes.scope(caller.tenant, body.cache_salt or salt)
             terms = read_terms(body, caller, request.headers)
             return Asked(body, scope, terms, len(raw) > INLINE_BODY_BYTES)
 
@@ -114,7 +114,11 @@ def _check_unbounded(body: AnyRequest) -> None:
 
 
 def _salt(request: Request) -> str:
-    return checked_salt(header(request.scope, SALT_HEADER) or "", SALT_HEADER)
+    """The salt that its header has. Raises InvalidParameter if it is too long."""
+    salt = header(request.scope, SALT_HEADER) or ""
+    if len(salt) > MAX_SALT:
+        raise InvalidParameter(SALT_HEADER, salt, f"give at most {MAX_SALT} characters")
+    return salt
 
 
 def read_count(text: str | None, name: str, default: int, most: int) -> int:

@@ -44,14 +44,6 @@ class Read(NamedTuple, Generic[R]):
     ignored: tuple[str, ...]
 
 
-def parse(raw: bytes, kind: type[R], max_values: int = LEAST_VALUES) -> R:
-    """`raw` as a body of type `kind`, which may have no unknown fields.
-
-    Raises BadRequest, InvalidParameter naming the field, and TooManyValues beyond `max_values`.
-    """
-    return read(decode(raw, max_values), kind).body
-
-
 def decode(raw: bytes, max_values: int) -> dict[str, Any]:
     """The JSON object in `raw`. Raises BadRequest, and TooManyValues beyond `max_values`."""
     _check_values(raw, max_values)

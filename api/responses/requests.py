@@ -3,10 +3,9 @@
 import json
 from typing import Final
 
-from mallee.api.chat.reading import EFFORTS
 from mallee.api.grammars import FREE_TEXT, OutputFormat
 from mallee.api.responses.tools import chat_choice
-from mallee.protocol.api.generate import ChatRequest
+from mallee.protocol.api.generate import EFFORTS, ChatRequest
 from mallee.protocol.api.responses import ResponseRequest
 from mallee.protocol.api.shared import AnyRequest
 from mallee.protocol.errors import BadRequest, InvalidParameter

@@ -194,13 +194,13 @@ class SearchHandlers:
         read = partial(read_search, kinds=self._kinds, maker=self._maker, draw_seed=self._draw_seed)
         plan = await self._asking.make(request, asked, read)
         requests = Requests(
-            self._server,
-            self._maker,
-            self._asking,
-            plan,
-            caller_of(request).visit,
-            RequestId(self._server.new_id()),
-            Spent(prefill_tokens=0, completion_tokens=0, requests=0),
+            server=self._server,
+            maker=self._maker,
+            asking=self._asking,
+            plan=plan,
+            visit=caller_of(request).visit,
+            name=RequestId(self._server.new_id()),
+            spent=Spent(prefill_tokens=0, completion_tokens=0, requests=0),
         )
         run, is_streamed = await unless_gone(request.receive, requests.begin()), False
         try:

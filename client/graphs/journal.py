@@ -5,6 +5,7 @@ ended in the middle of it, is the last one, and counts as not written. What was 
 but not always the machine: lines are not synced to the disk.
 """
 
+import errno
 import os
 from collections.abc import Collection, Mapping, Sequence
 from hashlib import blake2b
@@ -64,7 +65,7 @@ class Journal:
         line = msgspec.json.encode(record) + b"\n"
         try:
             if self._file.write(line) != len(line):
-                raise OSError(28, "No space left on device")
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             raise self._failed(error) from error
 

@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 
 from mallee.gateway.access.keys import Key, KeyRing, of_environment, read_file
 from mallee.gateway.access.quotas import UNLIMITED, Use, Visit
+from mallee.protocol.api.shared import MAX_TENANT
 from mallee.protocol.errors import ConfigError, Forbidden, InvalidParameter, Unauthorized
 from mallee.runtime.tasks import Tasks
 
@@ -16,7 +17,6 @@ log = logging.getLogger(__name__)
 
 RELOAD_S: Final = 1.0
 TENANT_HEADER: Final = "x-tenant-id"
-MAX_TENANT: Final = 128  # characters
 LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 
 

@@ -15,6 +15,7 @@ from mallee.protocol.api.shared import (
     AnyRequest,
     Body,
     ChoiceExtras,
+    ErrorFields,
     Seed,
     Stream,
     Tokens,
@@ -133,18 +134,11 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
 # Answers
 
 
-class AnthropicErrorFields(Body, frozen=True, kw_only=True):
-    type: str
-    message: str
-    param: str | None
-    code: str
-
-
 class AnthropicError(Body, frozen=True, kw_only=True):
     """Every refusal and failure on Anthropic's paths."""
 
     type: Literal["error"] = "error"
-    error: AnthropicErrorFields
+    error: ErrorFields
     request_id: str
 
 

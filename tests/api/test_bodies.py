@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mallee.api.entry import bodies
 from mallee.api.entry.bodies import Bodies
-from mallee.api.entry.decoding import decode, parse, read
+from mallee.api.entry.decoding import decode, read
 from mallee.api.messages.reading import read_dialogue
 from mallee.api.responses.items import read_input
 from mallee.api.text.conversation import Known, read_messages
@@ -35,6 +35,11 @@ TEXTS = st.sampled_from(["", "a", "b\n", "é", "]", '",{"role"', "\\", "\u2028",
 def short_heads() -> Iterator[None]:
     with mock.patch.multiple(bodies, HEAD=4, MAX_ALIKE=3):
         yield
+
+
+def parse(raw: bytes, kind: type[R], most: int) -> R:
+    """The request in `raw`, decoded whole."""
+    return read(decode(raw, most), kind).body
 
 
 def parsed(found: Bodies, raw: bytes, kind: type[R], owner: str, most: int) -> R:

@@ -11,6 +11,7 @@ from typing import Final
 import numpy as np
 from msgspec import structs
 
+from mallee.protocol.api.generate import MAX_STOP_IDS
 from mallee.protocol.errors import (
     ContextLengthExceeded,
     CorruptExport,
@@ -26,7 +27,6 @@ from mallee.worker.capsules.record import CapsuleRecord, decode_record
 SENT_AS: Final = "exported"  # instead of an id, which is its owner's
 MAX_PAYLOAD_NBYTES: Final = 64 << 20
 MAX_BLOCKS: Final = 1 << 20  # rows of windows among them
-MAX_STOP_IDS: Final = 1024
 _NUMBERS: Final = {  # by bytes: type, bits without the sign, and those of 2**16 or of no number
     4: ("<u4", 0x7FFF_FFFF, 0x4780_0000),
     2: ("<u2", 0x7FFF, 0x4780),

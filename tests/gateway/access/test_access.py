@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
-from mallee.gateway.access.access import MAX_TENANT, Access
+from mallee.gateway.access.access import Access
 from mallee.gateway.access.keys import NewKey, digest, new_key, parse
 from mallee.gateway.access.quotas import UNLIMITED
+from mallee.protocol.api.shared import MAX_TENANT
 from mallee.protocol.errors import (
     ConfigError,
     Forbidden,
