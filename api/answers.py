@@ -1,5 +1,6 @@
 """OpenAI's JSON bodies. One response format per endpoint; the text comes as deltas."""
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -93,10 +94,10 @@ class UsageCounter:
     def __init__(
         self,
         prompt_tokens: int,
-        spend: Callable[[int], None],
+        spend: Callable[[int], None] | None,
         keep: Callable[[CapsuleId], None] = lambda capsule: None,
     ) -> None:
-        """`spend(tokens)` is called with the tokens of each delta, `keep` with each pinned capsule."""
+        """`spend(tokens)`, if given, is called with each delta's tokens, `keep` with each pinned capsule."""
         self._prompt = prompt_tokens
         self._spend = spend
         self._keep = keep
@@ -106,7 +107,8 @@ class UsageCounter:
 
     def add(self, delta: TextDelta) -> None:
         self._completion += delta.num_tokens
-        self._spend(delta.num_tokens)
+        if self._spend is not None:
+            self._spend(delta.num_tokens)
         if delta.kept == "kept" and delta.capsule is not None:
             self._keep(delta.capsule)
         if delta.drafts is not None:
@@ -125,12 +127,12 @@ class UsageCounter:
         return self._prompt, cached, self._completion
 
     def body(self) -> UsageBody:
-        _, cached, _ = self.counts
+        prompt, cached, completion = self.counts
         drafts = None
         if self._drafts:
             drafted, accepted = zip(*self._drafts.values(), strict=True)
             drafts = (sum(drafted), sum(accepted))
-        return usage_body(self._prompt, self._completion, cached, drafts)
+        return usage_body(prompt, completion, cached, drafts)
 
 
 def extras(
@@ -243,7 +245,7 @@ class ChatFormat(ResponseFormat):
             content=None if calls and not text else text,
             reasoning_content=reasoning or OMITTED,
             reasoning=reasoning or OMITTED,
-            tool_calls=[_call(call) for call in calls] or OMITTED,
+            tool_calls=list(map(_call, calls)) or OMITTED,
         )
         return ChatChoice(message=message, **shared)
 
@@ -256,7 +258,7 @@ class ChatFormat(ResponseFormat):
             content=content,
             reasoning_content=delta.reasoning or OMITTED,
             reasoning=delta.reasoning or OMITTED,
-            tool_calls=[_call_delta(call) for call in delta.calls] or OMITTED,
+            tool_calls=list(map(_call_delta, delta.calls)) or OMITTED,
         )
         return ChunkChoice(delta=message, **shared)
 
@@ -335,7 +337,7 @@ class WholeAnswer:
 
     __slots__ = (
         *("_calls", "_format", "_injected", "_last", "_logprobs", "_names_workers", "_num_chances"),
-        *("_reasoning", "_texts", "_token_bytes"),
+        *("_num_choices", "_reasoning", "_texts", "_token_bytes"),
     )
 
     def __init__(
@@ -349,10 +351,11 @@ class WholeAnswer:
         self._names_workers = names_workers
         self._format = response_format
         self._token_bytes = token_bytes
-        self._texts: list[list[str]] = [[] for _ in range(num_choices)]
-        self._reasoning: list[list[str]] = [[] for _ in range(num_choices)]
-        self._calls = [WholeCalls() for _ in range(num_choices)]
-        self._logprobs = [_Written() for _ in range(num_choices)] if token_bytes else []
+        self._num_choices = num_choices
+        self._texts = defaultdict[int, list[str]](list)
+        self._reasoning = defaultdict[int, list[str]](list)
+        self._calls = defaultdict[int, WholeCalls](WholeCalls)
+        self._logprobs = defaultdict[int, _Written](_Written)
         self._last: dict[int, TextDelta] = {}
         self._injected: dict[int, list[tuple[int, int]]] = {}
         self._num_chances = 0
@@ -360,8 +363,10 @@ class WholeAnswer:
     def add(self, delta: TextDelta) -> None:
         """Raises AnswerTooLarge."""
         self._texts[delta.index].append(delta.text)
-        self._reasoning[delta.index].append(delta.reasoning)
-        self._calls[delta.index].add(delta.calls)
+        if delta.reasoning:
+            self._reasoning[delta.index].append(delta.reasoning)
+        if delta.calls:
+            self._calls[delta.index].add(delta.calls)
         if delta.injected:
             self._injected.setdefault(delta.index, []).extend(delta.injected)
         if self._token_bytes is not None:
@@ -374,16 +379,16 @@ class WholeAnswer:
 
     def choices(self) -> Iterator[AnyChoice]:
         """Every choice must be finished."""
-        assert len(self._last) == len(self._texts), "a choice is unfinished"
-        for i, texts in enumerate(self._texts):
-            calls = self._calls[i].found()
+        assert len(self._last) == self._num_choices, "a choice is unfinished"
+        for i in range(self._num_choices):
+            calls = self._calls[i].found() if i in self._calls else ()
             last, injected = self._last[i], self._injected.get(i, ())
             yield self._format.whole(
-                "".join(texts),
+                "".join(self._texts[i]),
                 "".join(self._reasoning[i]),
                 calls,
                 index=i,
-                logprobs=self._logprobs[i].body() if self._logprobs else None,
+                logprobs=None if self._token_bytes is None else self._logprobs[i].body(),
                 finish_reason=_finish(last, has_calls=bool(calls)),
                 mallee=extras(last, injected, names_workers=self._names_workers),
             )
@@ -452,7 +457,9 @@ class ChunkWriter:
             delta,
             is_first=is_first,
             index=delta.index,
-            logprobs=self._logprobs(delta),
+            logprobs=None
+            if self._token_bytes is None
+            else self._logprobs(delta, self._token_bytes),
             finish_reason=_finish(last, has_calls=delta.index in self._called),
             mallee=known,
         )
@@ -469,13 +476,11 @@ class ChunkWriter:
             usage=usage,
         )
 
-    def _logprobs(self, delta: TextDelta) -> dict[str, Any] | None:
-        if self._token_bytes is None:
-            return None
+    def _logprobs(self, delta: TextDelta, token_bytes: TokenBytes) -> dict[str, Any]:
         offset = self._offsets.get(delta.index, 0)
         self._offsets[delta.index] = offset + len(delta.text)
         owed = self._owed.pop(delta.index, [])
-        return self._format.logprobs(owed, self._token_bytes, offset)
+        return self._format.logprobs(owed, token_bytes, offset)
 
     def events(self, delta: TextDelta, usage: UsageCounter) -> bytes:
         """The chunk of a delta as an event, if it shows something."""
