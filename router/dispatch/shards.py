@@ -63,7 +63,7 @@ class Dispatch:
     """
 
     __slots__ = (
-        *("branches", "hashes", "job", "lane", "lost_with", "num_moves", "queued_at"),
+        *("branches", "hashes", "is_moved", "job", "lane", "lost_with", "num_moves", "queued_at"),
         *("state", "text", "weights"),
     )
 
@@ -84,14 +84,11 @@ class Dispatch:
         self.branches = branches
         self.hashes = hashes
         self.num_moves = num_moves  # workers that its branches were lost with
+        self.is_moved = num_moves > 0
         self.lost_with = lost_with  # the last of them
         self.text: CapsuleText | None = None
         self.lane: WorkerId | None = None  # where it waits: for this worker alone
         self.queued_at: float | None = None  # since when it waited, if it did
-
-    @property
-    def is_moved(self) -> bool:
-        return self.num_moves > 0
 
     @property
     def is_wanted(self) -> bool:

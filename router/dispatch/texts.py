@@ -5,7 +5,6 @@ dispatcher needs of either.
 """
 
 from array import array
-from collections.abc import Callable
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
@@ -129,6 +128,13 @@ class Texts(Protocol):
         ...
 
 
+class Serving(Protocol):
+    """Tells the weights that serve."""
+
+    @property
+    def weights(self) -> WeightVersion: ...
+
+
 class TokenTexts:
     """The `Texts` of a live gateway: real tokens, those of capsules in a bounded memory."""
 
@@ -138,13 +144,13 @@ class TokenTexts:
         model: ModelSpec,
         block_size: int,
         *,
-        weights: Callable[[], WeightVersion] = lambda: BASE_WEIGHTS,
+        serving: Serving | None = None,
     ) -> None:
-        """`weights()`: those that serve now, by which hashes are salted."""
+        """`serving` has the weights that serve now, by which hashes are salted; by default the model's."""
         self.memory = memory
         self._model = model
         self._block_size = block_size
-        self._weights = weights
+        self._serving: Serving = model if serving is None else serving
 
     def hashes(self, job: Job) -> Hashes:
         if isinstance(job, ForkJob):
@@ -179,7 +185,7 @@ class TokenTexts:
         return None if entry is None else entry.weights
 
     def log(self, job: Job, first_branch: int) -> "TokenLog":
-        return TokenLog(self.memory, job, first_branch, self._weights())
+        return TokenLog(self.memory, job, first_branch, self._serving.weights)
 
     def resumed(
         self, job: Job, row: int, num_drawn: int, log: AnswerLog | None
@@ -192,8 +198,9 @@ class TokenTexts:
         return Prefill(request, pack_tokens([0]), f"probe/{request}", _PROBE_TTL_S)
 
     def _hashes(self, tokens: Tokens, scope: Scope) -> Hashes:
-        if self._model.weights != self._weights():
-            self._model = structs.replace(self._model, weights=self._weights())
+        weights = self._serving.weights
+        if self._model.weights != weights:
+            self._model = structs.replace(self._model, weights=weights)
         return block_hashes(tokens, self._block_size, salt=self._model.salt(scope))
 
 
