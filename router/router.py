@@ -6,6 +6,7 @@ it goes on with what it knows, what it booked itself and what it can predict.
 """
 
 import random
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Final, NamedTuple
@@ -19,7 +20,7 @@ from mallee.protocol.model import WeightVersion
 from mallee.router.config import RouterConfig
 from mallee.router.index.capsules import CapsuleEntry
 from mallee.router.load import layout
-from mallee.router.placement.decisions import Decision, DecisionLog
+from mallee.router.placement.decisions import Decision, Entry, last
 from mallee.router.placement.fanouts import FanOut, FanOutPlacer, Part
 from mallee.router.placement.placer import Placement, Placer
 from mallee.router.placement.pricing import Offers
@@ -62,7 +63,7 @@ class Router:
         self.outbox = outbox
         self._clock = clock
         self._fleet = Fleet(config, clock=clock)
-        self._log = DecisionLog(LOGGED_DECISIONS)
+        self._log: deque[Entry] = deque(maxlen=LOGGED_DECISIONS)
         draw = draw or random.Random(0).random  # noqa: S311 # decides between workers
         self._placer = Placer(config, self._fleet, self._log, outbox, draw)
         self._fan_outs = FanOutPlacer(config, self._fleet, self._placer)
@@ -165,8 +166,8 @@ class Router:
         placer = self._placer
         now = self._clock()
         with nullcontext() if among is None else self._fleet.only(among):
-            home = placer.home(affinity)
-            seen = placer.note(hashes)
+            home = placer.home(affinity) if affinity else -1
+            seen = placer.earlier.note(hashes)
             demand = placer.demand(
                 len(hashes), prompt_tokens, max_tokens, may_wait, seen=seen, home=home
             )
@@ -213,7 +214,7 @@ class Router:
             # Capsules of answers are announced without hashes; the caller may know them.
             hashes = entry.hashes if len(entry.hashes) else hashes
             prompt_tokens = entry.boundary
-        home = self._placer.home(affinity)
+        home = self._placer.home(affinity) if affinity else -1
         lent = None if source is None else self._lent(source)
         fan_out = FanOut(
             hashes=hashes,
@@ -267,7 +268,7 @@ class Router:
         reported again meanwhile. Returns how many were. Ignored for requests not booked.
         """
         belief = self._beliefs.get(request)
-        if belief is None or request not in self._fleet.slots:
+        if belief is None or request not in self._fleet.slots.bookings:
             return 0
         unproven = belief.hashes[max(0, cached_tokens) // self.config.block_size :]
         repaired = 0
@@ -299,7 +300,7 @@ class Router:
 
         Each with its `candidates` cheapest workers, and the chosen one.
         """
-        return self._log.last(limit, of=of, candidates=candidates)
+        return last(self._log, limit, of=of, candidates=candidates)
 
     def digest(self, worker: WorkerId) -> int | None:
         """A 64-bit sum of what `worker` is known to hold: equal in all gateways once they agree."""
@@ -320,7 +321,7 @@ class Router:
 
         Ignored if the worker is not alive here. `scope` None: as it is known.
         """
-        if self._fleet.members.get(worker) is not None:
+        if worker in self._fleet.members.by_name:
             self._fleet.capsules.learn(
                 capsule,
                 worker,
@@ -457,7 +458,7 @@ class Router:
             num_incomplete=fleet.num_incomplete,
             num_unleased=fleet.num_unleased,
             is_broker_up=not fleet.members.is_held,
-            num_orphans=fleet.num_orphans,
+            num_orphans=len(fleet.orphans),
             routed=self._placer.routed,
             routed_to_capsule=self._routed_to_capsule,
             spilled={(how, why): n for (how, why), n in self._fan_outs.spilled.items()},
@@ -472,7 +473,7 @@ class Router:
             remote_requests=len(fleet.remote),
             regret_blocks=self._placer.regret_blocks,
             index=fleet.index.stats(),
-            booked_requests=len(fleet.slots),
+            booked_requests=len(fleet.slots.bookings),
             booked_rows=int(fleet.slots.loads[layout.LOAD_ROWS].sum()),
             expired_bookings=fleet.slots.expired,
             predicted_prompts=fleet.predictions.num_prompts,
@@ -490,7 +491,6 @@ class Router:
     def _believe(
         self, request: RequestId, slot: int, offers: Offers, hashes: Hashes, prompt_tokens: int
     ) -> None:
-        self._forget_belief(request)
         # A worker computes a prompt's last token anew, so a last full block proves nothing.
         num_judged = min(int(offers.held[0, slot]), (prompt_tokens - 1) // self.config.block_size)
         if num_judged > 0:
@@ -499,16 +499,15 @@ class Router:
 
     def _check_unbooked(self, request: RequestId) -> None:
         """Raises ValueError before anything is priced or logged."""
-        if request in self._fleet.slots:
+        if request in self._fleet.slots.bookings:
             raise ValueError(f"request {request} is booked already; free it first")
 
     def _forget(self, request: RequestId) -> None:
         """Drop what is remembered of `request`, and queue its end for the other gateways."""
-        self._forget_belief(request)
+        if request in self._beliefs:
+            self._forget_belief(request)
         if self.outbox is not None:
             self.outbox.freed(request)
 
     def _forget_belief(self, request: RequestId) -> None:
-        belief = self._beliefs.pop(request, None)
-        if belief is not None:
-            self._fleet.holdings.unwatch(belief.watch)
+        self._fleet.holdings.unwatch(self._beliefs.pop(request).watch)

@@ -58,7 +58,7 @@ class CountedPaths:
         if not num_blocks:
             return 0
         fresh, salt, index = self._room_for(waypoints), self._salts[worker], self._index
-        column = index.column_of(worker)
+        column = index.column_of[worker]
         num_fresh = use_path(self._counts.address, index.address, waypoints, salt, column, fresh)
         if num_fresh < 0:
             num_fresh = self._use_rest(worker, waypoints, ~num_fresh, fresh)
@@ -82,7 +82,7 @@ class CountedPaths:
         if not num_blocks:
             return 0
         gone, salt, index = self._room_for(waypoints), self._salts[worker], self._index
-        column = index.column_of(worker)
+        column = index.column_of[worker]
         num_gone = leave_path(self._counts.address, index.address, waypoints, salt, column, gone)
         if num_gone < 0:
             num_gone = ~num_gone
