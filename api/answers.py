@@ -285,10 +285,8 @@ RESTORE = ResponseFormat(Restore, "capsule.restore.chunk")
 CHAT = ChatFormat(Chat, "chat.completion.chunk")
 
 
-def _finish(last: TextDelta | None, *, has_calls: bool) -> str | None:
-    if last is None:
-        return None
-    return "tool_calls" if has_calls and last.finish == "stop" else last.finish
+def _finish(reason: str | None, *, has_calls: bool) -> str | None:
+    return "tool_calls" if has_calls and reason == "stop" else reason
 
 
 class _Written:
@@ -389,7 +387,7 @@ class WholeAnswer:
                 calls,
                 index=i,
                 logprobs=None if self._token_bytes is None else self._logprobs[i].body(),
-                finish_reason=_finish(last, has_calls=bool(calls)),
+                finish_reason=_finish(last.finish, has_calls=bool(calls)),
                 mallee=extras(last, injected, names_workers=self._names_workers),
             )
 
@@ -436,21 +434,23 @@ class ChunkWriter:
         self._owed: dict[int, list[TokenChance]] = {}
         self._offsets: dict[int, int] = {}  # characters of the text so far, by choice
 
-    def chunk(self, delta: TextDelta) -> Chunk | None:
-        """None if the delta shows nothing: no text, no token of a call, and not the last of its choice."""
+    def events(self, delta: TextDelta, usage: UsageCounter) -> bytes:
+        """None of a delta that shows nothing: no text, no token of a call, and not the last of its choice."""
         if self._token_bytes is not None:
             self._owed.setdefault(delta.index, []).extend(delta.chances)
         is_shown = delta.text or delta.reasoning or delta.calls or delta.injected
         is_sign_of_life = delta.is_in_call and delta.num_tokens
         if not (is_shown or is_sign_of_life) and delta.finish is None:
-            return None
+            return b""
         is_first = delta.index not in self._started
         self._started.add(delta.index)
         if delta.calls:
             self._called.add(delta.index)
-        last, known = (delta if delta.finish is not None else None), OMITTED
-        if last is not None:
-            known = extras(last, delta.injected, names_workers=self._names_workers)
+        finish: str | None = delta.finish
+        known = OMITTED
+        if finish is not None:
+            known = extras(delta, delta.injected, names_workers=self._names_workers)
+            finish = _finish(finish, has_calls=delta.index in self._called)
         elif delta.injected:
             known = InjectedExtras(injected=_injected(delta.injected))
         choice = self._format.part(
@@ -460,10 +460,10 @@ class ChunkWriter:
             logprobs=None
             if self._token_bytes is None
             else self._logprobs(delta, self._token_bytes),
-            finish_reason=_finish(last, has_calls=delta.index in self._called),
+            finish_reason=finish,
             mallee=known,
         )
-        return self._body([choice], None if self._with_usage else OMITTED)
+        return event(self._body([choice], None if self._with_usage else OMITTED))
 
     def _body(self, choices: list[ChunkChoice], usage: UsageBody | None) -> Chunk:
         envelope = self._envelope
@@ -481,11 +481,6 @@ class ChunkWriter:
         self._offsets[delta.index] = offset + len(delta.text)
         owed = self._owed.pop(delta.index, [])
         return self._format.logprobs(owed, token_bytes, offset)
-
-    def events(self, delta: TextDelta, usage: UsageCounter) -> bytes:
-        """The chunk of a delta as an event, if it shows something."""
-        chunk = self.chunk(delta)
-        return b"" if chunk is None else event(chunk)
 
     def end(self, usage: UsageCounter) -> bytes:
         """The mark of the end, and before it, if it was asked for, the usage of the whole request."""

@@ -242,7 +242,11 @@ class TextStream:
         while not (self._ready and self._is_good):
             if self._failure is not None or not self._num_open:
                 return None
-            waiting = self._held or self._taken()
+            waiting = self._held
+            if waiting is None and self._merged is not None:
+                waiting = self._merged.take()
+            elif waiting is None and (delta := self.streams[0].take()) is not None:
+                waiting = 0, delta
             if waiting is None:
                 return None
             if self._watch is not None and self._watch.lacks(waiting[1]):
@@ -251,12 +255,6 @@ class TextStream:
             self._held = None
             self._push(*waiting)
         return self._ready.popleft()
-
-    def _taken(self) -> tuple[int, Delta] | None:
-        if self._merged is not None:
-            return self._merged.take()
-        delta = self.streams[0].take()
-        return None if delta is None else (0, delta)
 
     async def aclose(self) -> None:
         """End every branch still running. Idempotent."""

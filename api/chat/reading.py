@@ -84,8 +84,11 @@ class ChatReader:
         self, conversation: Conversation, request: AnyRequest, scope: str, *, remembers: bool = True
     ) -> tuple[Conversation, str]:
         """The conversation as it is to be rendered, and the line in front that has changed, if one has."""
+        messages = conversation.messages
+        if not messages or messages[0].role != "system":
+            return conversation, ""
         client = f"{scope}\0{request.prompt_cache_key}\0{request.mallee.session}"
-        head = self._heads.settle(conversation.messages, client, remembers=remembers)
+        head = self._heads.settle(messages, client, remembers=remembers)
         return replace(conversation, messages=head.messages), head.changed
 
     def begun(

@@ -56,7 +56,17 @@ class RunningRequest:
 
     __slots__ = (
         *("_branches", "_clock", "_comparison", "_deltas", "_is_held_elsewhere", "_is_over"),
-        *("_life", "_observers", "_open", "_owner", "_weights", "placed", "request", "trace"),
+        *(
+            "_life",
+            "_observers",
+            "_open",
+            "_owner",
+            "_weights",
+            "placed",
+            "request",
+            "take",
+            "trace",
+        ),
         "worker",
     )
 
@@ -84,6 +94,7 @@ class RunningRequest:
         self._clock = clock
         self._open = set(range(len(life.branches)))
         self._deltas = DeltaQueue()
+        self.take = self._deltas.take  # the next delta if one waits; None also at the end
         self._is_held_elsewhere = False  # more of the prompt than where branch 0 is
         self._weights: dict[int, str] = {}  # that branches began with
         self._is_over = False
@@ -104,10 +115,6 @@ class RunningRequest:
 
     def __aiter__(self) -> DeltaQueue:
         return self._deltas
-
-    def take(self) -> Delta | None:
-        """The next delta if one waits; None also at the end."""
-        return self._deltas.take()
 
     def cancel(self, branch: int) -> None:
         """End one branch early: nothing of it follows the deltas that wait."""

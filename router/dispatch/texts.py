@@ -5,6 +5,7 @@ dispatcher needs of either.
 """
 
 from array import array
+from functools import lru_cache
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
@@ -27,6 +28,7 @@ from mallee.router.dispatch.token_memory import CapsuleTokens, TokenMemory, Toke
 from mallee.router.index.hashing import block_hashes
 
 _COPY_TTL_S: Final = 60.0  # of a capsule that is computed to be forked once
+MAX_SALTS: Final = 4096  # of scopes, as strings of a hundred bytes
 NO_TOKENS: Final = as_tokens(())
 _PROBE_TTL_S: Final = 1.0  # of the capsule that a probe leaves, if it is not released
 
@@ -151,6 +153,7 @@ class TokenTexts:
         self._model = model
         self._block_size = block_size
         self._serving: Serving = model if serving is None else serving
+        self._salt = lru_cache(MAX_SALTS)(model.salt)
 
     def hashes(self, job: Job) -> Hashes:
         if isinstance(job, ForkJob):
@@ -201,7 +204,8 @@ class TokenTexts:
         weights = self._serving.weights
         if self._model.weights != weights:
             self._model = structs.replace(self._model, weights=weights)
-        return block_hashes(tokens, self._block_size, salt=self._model.salt(scope))
+            self._salt = lru_cache(MAX_SALTS)(self._model.salt)
+        return block_hashes(tokens, self._block_size, salt=self._salt(scope))
 
 
 class TokenLog:
