@@ -10,7 +10,7 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Match, Route, Router
+from starlette.routing import Match, Route, Router
 from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as AsgiScope
 
@@ -285,7 +285,7 @@ def build_api(
         created=model.created,
         draw_seed=draws.seed,
     )
-    routes = _Routes(_routes(api), redirect_slashes=False)
+    routes = _Routes(_routes(api))
     replays = IdempotencyMiddleware(
         routes.app,
         ttl_s=limits.replay_ttl_s,
@@ -327,19 +327,37 @@ class App(Starlette):
 
 
 class _Routes(Router):
-    """Finds a path without parameters, as most requests have it, in one step; names routes in the scope."""
+    """Finds a path by its segments in one step, whatever its parameters are; names routes in the scope."""
 
-    def __init__(self, routes: Sequence[BaseRoute], *, redirect_slashes: bool) -> None:
-        super().__init__(routes, redirect_slashes=redirect_slashes)
-        fixed = [each for each in routes if isinstance(each, Route) and "{" not in each.path]
-        self._fixed = {(method, each.path): each for each in fixed for method in each.methods or ()}
+    def __init__(self, routes: Sequence[Route]) -> None:
+        super().__init__(routes, redirect_slashes=False)
+        self._by_shape: dict[tuple[int, ...], dict[tuple[str, ...], Route]] = {}
+        for route in routes:
+            segments = route.path.split("/")
+            # The number of segments, and the places of parameters among them.
+            places = [i for i, each in enumerate(segments) if "{" in each and ":" not in each]
+            known = self._by_shape.setdefault((len(segments), *places), {})
+            for i in places:
+                segments[i] = ""
+            known |= {(method, *segments): route for method in route.methods or ()}
+        self._by_shape = dict(sorted(self._by_shape.items(), key=lambda each: len(each[0])))
 
     def app(self, scope: AsgiScope, receive: Receive, send: Send) -> Any:
-        route = self._fixed.get((scope.get("method", ""), scope.get("path", "")))
-        if route is None:
-            return super().app(scope, receive, send)
-        scope["route"], scope["path_params"] = route, {}
-        return route.app(scope, receive, send)
+        given = scope.get("path", "").split("/")
+        for (num, *places), known in self._by_shape.items():
+            if num != len(given):
+                continue
+            segments = [scope.get("method", ""), *given]
+            for i in places:
+                segments[i + 1] = ""
+            route = known.get(tuple(segments))
+            if route is not None and all(map(given.__getitem__, places)):
+                params = zip(route.param_convertors, map(given.__getitem__, places), strict=True)
+                scope["route"], scope["path_params"] = route, dict(params)
+                return route.app(scope, receive, send)
+        return super().app(
+            scope, receive, send
+        )  # refuses it, unless a parameter takes several segments
 
 
 class _Named(Route):

@@ -303,11 +303,13 @@ class JobMaker:
             raise BadRequest("give either suffixes or n", param="suffixes")
         if request.n is not None:
             self._check_branches("n", request.n, 1)
-        entries = request.suffixes if request.suffixes is not None else [[]] * (request.n or 0)
-        self._check_branches("suffixes", len(entries), 1)
-        options = self._options(request, len(entries), scope)
+        entries = request.suffixes or ()
+        num = len(entries) if request.n is None else request.n
+        self._check_branches("suffixes", num, 1)
+        options = self._options(request, num, scope)
         max_tokens = request.max_tokens or DEFAULT_MAX_TOKENS
         suffixes = [self._reader.suffix(s, f"suffixes[{i}]", scope) for i, s in enumerate(entries)]
+        suffixes = suffixes or [as_tokens(())] * num
         lengths = tuple(map(len, suffixes))
         boundary = _checked_at("at", request.at, capsule)
         longest = boundary + max(lengths)

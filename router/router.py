@@ -162,7 +162,7 @@ class Router:
         Raises NoWorker if none is alive; KVMemoryExceeded if it fits no worker's blocks; Saturated if it
         `may_wait` and all that it fits are busy; ValueError if `request` is booked.
         """
-        self._check_unbooked(request)
+        self._check_unbooked((request,))
         placer = self._placer
         now = self._clock()
         with nullcontext() if among is None else self._fleet.only(among):
@@ -207,8 +207,7 @@ class Router:
         capsule's worker and their own lend. Raises UnknownCapsule, else as `route`, before anything is
         booked.
         """
-        for request in requests:
-            self._check_unbooked(request)
+        self._check_unbooked(requests)
         entry = None if capsule is None else self._fleet.capsules.lookup(capsule)
         if entry is not None:
             # Capsules of answers are announced without hashes; the caller may know them.
@@ -497,10 +496,11 @@ class Router:
             watch = self._fleet.holdings.watch(slot)
             self._beliefs[request] = _Belief(hashes[:num_judged], watch)
 
-    def _check_unbooked(self, request: RequestId) -> None:
+    def _check_unbooked(self, requests: Sequence[RequestId]) -> None:
         """Raises ValueError before anything is priced or logged."""
-        if request in self._fleet.slots.bookings:
-            raise ValueError(f"request {request} is booked already; free it first")
+        for request in requests:
+            if request in self._fleet.slots.bookings:
+                raise ValueError(f"request {request} is booked already; free it first")
 
     def _forget(self, request: RequestId) -> None:
         """Drop what is remembered of `request`, and queue its end for the other gateways."""

@@ -198,14 +198,15 @@ class Shard:
 
     def hole(self, update: Any) -> WorkerLost | None:
         """The error of a branch at whose end tokens are missing: they were lost on their way."""
-        job, seen = self.job, self.job.drawn + self.counts[update.branch]
+        job, drawn = self.job, self.job.drawn
+        seen = drawn + self.counts[update.branch]
         if update.finish == "length" and (
             most := job.max_tokens
         ):  # else its limits are its capsule's
             expected = most
         elif update.finish in ("length", "stop") and update.boundary:
             begun = job.prompt_tokens or update.cached_tokens + update.prefill_tokens
-            expected = update.boundary - (begun - job.drawn)
+            expected = update.boundary - (begun - drawn)
         else:
             return None
         if seen == expected:

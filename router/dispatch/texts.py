@@ -226,6 +226,8 @@ class TokenLog:
         self._path: TokenPath | None = None
         self._grammar: Grammar | None = None  # of the capsule, for a fork that goes on in it
         self._drawn: dict[int, array[int]] = {}  # by row, 4 bytes a token
+        inherits = isinstance(job, ForkJob) and job.is_inheriting
+        self._is_free = job.grammar is None and not inherits  # in no grammar
         self._find_path()
 
     def _find_path(self) -> TokenPath | None:
@@ -273,11 +275,11 @@ class TokenLog:
 
     def _entry(self, row: int, boundary: int) -> CapsuleTokens | None:
         """The first `boundary` tokens of a row; None if they are not known here."""
-        path = self._find_path()
+        path = self._path or self._find_path()
         if not self._memory.max_nbytes or path is None:
             return None
-        suffix, tail = self._suffix(row), as_tokens(self._drawn.get(row, ()))
-        if len(suffix):
+        tail, num_suffix = as_tokens(self._drawn.get(row, ())), 0
+        if self._job.capsule is not None and (num_suffix := len(suffix := self._suffix(row))):
             tail = np.concatenate((suffix, tail))
         num_new = boundary - path.length
         if num_new < 0:  # before the branch went on here
@@ -288,8 +290,8 @@ class TokenLog:
             return None
         if num_new:
             path = TokenPath(path, np.array(tail[:num_new], dtype="<u4"), path.scope)
-        num_drawn = max(0, num_new - len(suffix))
-        grammar = self._grammar_after(len(suffix), num_drawn)
+        num_drawn = max(0, num_new - num_suffix)
+        grammar = None if self._is_free else self._grammar_after(num_suffix, num_drawn)
         left = self._left(row, num_drawn)
         return CapsuleTokens(path, grammar, None, self._weights, continuation=left)
 
