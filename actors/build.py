@@ -311,7 +311,7 @@ async def build_gateway(
     from mallee.gateway.sessions.sessions import SessionLimits
     from mallee.gateway.shell import GatewayContext
 
-    access, scopes = open_access(config), build_ids(secret)
+    access, scopes = open_access(config), build_ids(secret, name)
     metrics, tracing = GatewayMetrics(name), open_tracing("gateway", name)
     recorder = None
     if config.recording.folder is not None:

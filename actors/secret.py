@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def build_ids(secret: Secret) -> Scopes:
-    """The ids of the gateways that share `secret`."""
-    return Scopes(secret.derived(b"scopes"), draw=secrets.token_bytes)
+def build_ids(secret: Secret, gateway: str = "") -> Scopes:
+    """The ids of one of the gateways that share `secret`; without its name, to tell them apart only."""
+    return Scopes(secret.derived(b"scopes"), draw=secrets.token_bytes, gateway=gateway)
 
 
 def file_of(config: AppConfig) -> Path | None:

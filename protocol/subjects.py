@@ -10,6 +10,7 @@ mallee.{fleet}.admin.{host}                  request for a change of a mocked fl
 mallee.{fleet}.weights.{host}                request for a worker to change its weights: WeightsAsk
 mallee.{fleet}.bookings.{gateway}            BookingBatch, published by the gateway
 mallee.{fleet}.bookings_snapshot.{gateway}   request by another, answered with a BookingSnapshot
+mallee.{fleet}.peers.{gateway}               request by another gateway for what this one alone has
 mallee.{fleet}.queues.{gateway}              QueueDepth, published by the gateway for worker processes
 mallee.{fleet}.texts.asks                    TextAsk, published by a gateway
 mallee.{fleet}.texts.told.{gateway}          TextTold, published for that gateway by the others
@@ -91,6 +92,9 @@ class Subjects(NamedTuple):
     def queues(self, gateway: str = "*") -> str:
         return f"{self.root}.queues.{gateway}"
 
+    def peers(self, gateway: str = "*") -> str:
+        return f"{self.root}.peers.{gateway}"
+
     def record_asks(self) -> str:
         return f"{self.root}.records.asks"
 
@@ -123,7 +127,7 @@ class Subjects(NamedTuple):
         if role == "worker":
             return Permissions((self.events(), self.lease()), (*requests, self.queues()))
         shared = (
-            *(self.bookings(), self.bookings_snapshot()),
+            *(self.bookings(), self.bookings_snapshot(), self.peers()),
             *(self.record_asks(), self.record_told(), self.records_forgotten()),
             self.records_copied(),
             *(self.sessions_asks(), self.sessions_told()),
