@@ -7,8 +7,8 @@ A value carries the version of its layout: one of another version is refused by 
 one lies in parts beside its head, which is put after them, so that no reader sees half of it.
 
 Writes that no answer waits for go by `put_soon` and `delete_soon`: in order for each name, the last one
-alone if several wait, within `MAX_WAITING_NBYTES`. Those that wait while the store is away are sent once it is
-back.
+alone if several wait, within `MAX_WAITING_NBYTES`. Those that wait while the store is away are sent once it
+is back.
 """
 
 import asyncio
