@@ -20,6 +20,7 @@ class LocalHub:
         self.is_up = is_up
         for bus in list(self.buses):
             bus.signals.set_up(is_up)
+        self.kept.tell()  # those that follow see it
 
 
 class LocalBus:
@@ -116,9 +117,12 @@ class KeptValues:
     def put(self, bucket: str, key: str, value: bytes) -> int:
         self.revision += 1
         self.buckets.setdefault(bucket, {})[key] = Stored(value, self.revision)
+        self.tell()
+        return self.revision
+
+    def tell(self) -> None:
         news, self.news = self.news, asyncio.Event()
         news.set()
-        return self.revision
 
 
 class LocalBuckets:
