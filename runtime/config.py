@@ -387,6 +387,9 @@ class ResponsesSettings(Settings):
 class StoreSettings(Settings):
     """What clients can name, which all gateways keep in the broker (JetStream of NATS)."""
 
+    name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_-]+$")
+    """Name in those of the broker's streams; by default the fleet's. Fleets with one name, and one
+    `links.secret_file`, share what clients can name."""
     folder: str | None = None
     """Folder of the broker that is started here; by default `mallee/FLEET` in `$XDG_STATE_HOME`, or
     in `~/.local/state`. It holds prompts and answers."""

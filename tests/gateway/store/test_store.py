@@ -14,6 +14,7 @@ from mallee.gateway.store.store import (
     OtherLayout,
     Store,
     StoreAway,
+    StoreTerms,
 )
 from mallee.protocol.ids import COMMON, Scope
 from mallee.testing.bus import LocalBus, LocalHub
@@ -31,7 +32,7 @@ async def stores(hub: LocalHub, n: int = 2) -> AsyncIterator[list[Store]]:
     buses = [LocalBus(hub) for _ in range(n)]
     for bus in buses:
         await bus.connect()
-    made = [Store(bus, "f") for bus in buses]
+    made = [Store(bus, StoreTerms("f")) for bus in buses]
     try:
         yield made
     finally:
