@@ -7,16 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from mallee.cli.options import (
-    JsonOption,
-    check_file,
-    print_error,
-    print_json,
-    require_serve_extra,
-    say_written,
-)
+from mallee.cli.options import JsonOption, check_file, require_serve_extra
+from mallee.cli.output import grid, print_error, print_json, say_written
 from mallee.protocol.errors import ConfigError
 from mallee.sessions.session import RecordedSession
 
@@ -34,11 +27,6 @@ FilesArgument = Annotated[
     list[Path],
     typer.Argument(help="A session's record, or an episode; parts of one session together."),
 ]
-
-
-def add_to(cli: typer.Typer) -> None:
-    cli.command()(replay_session)
-    cli.command()(export_episode)
 
 
 def replay_session(
@@ -318,28 +306,11 @@ def summary(session: RecordedSession, outcomes: "list[Outcome]") -> dict[str, An
 
 
 def show(console: Console, session: RecordedSession, outcomes: "list[Outcome]") -> None:
-    table = Table(box=None, pad_edge=False)
-    for name in ("request", "asked", "branches", "tokens", "workers", "replay"):
-        is_number = name in ("branches", "tokens")
-        table.add_column(name, justify="right" if is_number else "left")
-    num_hidden = 0
-    for number, each in enumerate(outcomes):
-        if number >= MAX_ROWS and each.verdict == "equal":
-            num_hidden += 1
-            continue
-        branches = each.request.branches
-        workers = dict.fromkeys(name for branch in branches for name in branch.workers)
-        table.add_row(
-            escape(each.request.name),
-            type(each.request.command).__name__.lower(),
-            str(len(branches)),
-            str(sum(len(branch.tokens) for branch in branches)),
-            escape(", ".join(workers)),
-            each.verdict if each.verdict == "equal" else f"[red]{each.verdict}[/]",
-        )
-    console.print(table)
-    if num_hidden:
-        console.print(f"... and {num_hidden} more that are equal")
+    shown = [each for i, each in enumerate(outcomes) if i < MAX_ROWS or each.verdict != "equal"]
+    head = ("request", "asked", "branches", "tokens", "workers", "replay")
+    console.print(grid(head, map(_row, shown), right=("branches", "tokens")))
+    if len(shown) < len(outcomes):
+        console.print(f"... and {len(outcomes) - len(shown)} more that are equal")
     for reason in session.stopped:
         console.print(f"the record ends before its session: {reason}")
     for each in outcomes:
@@ -352,4 +323,17 @@ def show(console: Console, session: RecordedSession, outcomes: "list[Outcome]") 
     console.print(
         f"{told['tokens_equal']} of {told['tokens']} tokens are as recorded,"
         f" {told['equal']} of {told['requests']} requests"
+    )
+
+
+def _row(outcome: "Outcome") -> tuple[str, ...]:
+    request, verdict = outcome.request, outcome.verdict
+    workers = dict.fromkeys(name for branch in request.branches for name in branch.workers)
+    return (
+        escape(request.name),
+        type(request.command).__name__.lower(),
+        str(len(request.branches)),
+        str(sum(len(branch.tokens) for branch in request.branches)),
+        escape(", ".join(workers)),
+        verdict if verdict == "equal" else f"[red]{verdict}[/]",
     )
