@@ -3,6 +3,7 @@
 One model, in sections. `docs/configure.md` is written from it (`mallee settings`).
 """
 
+import os
 import re
 from collections.abc import Iterator
 from difflib import get_close_matches
@@ -383,6 +384,20 @@ class ResponsesSettings(Settings):
     """Of them, those of one tenant that a key names; more get 429."""
 
 
+class StoreSettings(Settings):
+    """What clients can name, which all gateways keep in the broker (JetStream of NATS)."""
+
+    folder: str | None = None
+    """Folder of the broker that is started here; by default `mallee/FLEET` in `$XDG_STATE_HOME`, or
+    in `~/.local/state`. It holds prompts and answers."""
+    storage: Literal["file", "memory"] = "file"
+    """`memory`: all of it ends with the broker."""
+    replicas: int = Field(default=1, ge=1, le=5)
+    """Servers of a broker's cluster that keep each value: 1, 3 or 5."""
+    max_mib: AtLeastOne = 256
+    """Room of each kind at the broker, in MiB; beyond it the oldest go."""
+
+
 class RecordingSettings(Settings):
     """Records of sessions whose requests ask for it (`mallee.record`)."""
 
@@ -541,6 +556,7 @@ class AppConfig(Settings):
     chat: ChatSettings = ChatSettings()
     sessions: SessionSettings = SessionSettings()
     responses: ResponsesSettings = ResponsesSettings()
+    store: StoreSettings = StoreSettings()
     recording: RecordingSettings = RecordingSettings()
     imports: ImportSettings = ImportSettings()
     links: LinkSettings = LinkSettings()
@@ -582,6 +598,16 @@ class AppConfig(Settings):
     @property
     def _most_engines(self) -> int:
         return self.most_workers * self.mock.engines_per_worker
+
+    @property
+    def store_folder(self) -> Path | None:
+        """Folder of the store of a broker of our own; None: that is in memory, or the broker another's."""
+        if self.nats_url is not None or self.store.storage == "memory":
+            return None
+        if self.store.folder is not None:
+            return Path(self.store.folder).expanduser()
+        state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+        return Path(state).expanduser() / "mallee" / self.fleet
 
     def disk_place(self, name: str) -> str:
         """The place of `name`, a worker's part or the secret, on the disk of the fleet."""
