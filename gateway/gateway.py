@@ -4,11 +4,13 @@ from typing import TYPE_CHECKING, Final
 
 from mallee.gateway.capsules.capsules import CapsuleFiles, Capsules
 from mallee.gateway.operator import Operator
+from mallee.gateway.peers import Peers
 from mallee.gateway.recording.recorder import Recorder
 from mallee.gateway.records import SharedRecords
 from mallee.gateway.requests.requests import Requests
 from mallee.gateway.sessions.sessions import GatewaySessions, SessionLimits
 from mallee.gateway.shell import GatewayContext, Shell
+from mallee.gateway.store.store import Store, StoreTerms
 from mallee.router.dispatch.dispatcher import DispatchConfig, Dispatcher
 from mallee.router.dispatch.queue import AdmissionConfig
 from mallee.router.dispatch.texts import TokenTexts
@@ -34,6 +36,7 @@ class Gateway:
         expected_workers: int = 1,
         admission: AdmissionConfig | None = None,
         sessions: SessionLimits | None = None,
+        store: StoreTerms | None = None,
         token_memory_nbytes: int = 256 << 20,
         recorder: Recorder | None = None,
         files: CapsuleFiles | None = None,
@@ -57,6 +60,14 @@ class Gateway:
         self.memory: Final = memory
         self.shell: Final = Shell(context, dispatcher, transport)
         links = self.shell.links
+        self.store: Final = Store(context.bus, store or StoreTerms(context.fleet))
+        self.peers: Final = Peers(
+            context.bus,
+            gateway=context.gateway,
+            fleet=context.fleet,
+            others=lambda: links.other_gateways,
+            ids=context.ids,
+        )
         self.records: Final = SharedRecords(
             context.bus,
             gateway=context.gateway,
@@ -81,6 +92,7 @@ class Gateway:
         self.operator: Final = Operator(context, self.shell, self.requests, expected_workers)
         self._recorder = recorder
         self.tasks: Final = self.shell.tasks
+        self.tasks.include(self.store.tasks)
         self.tasks.include(self.records.tasks)
         self.tasks.include(self.sessions.tasks)
         if recorder is not None:
@@ -99,6 +111,7 @@ class Gateway:
         if self._recorder is not None:
             await self._recorder.start_up()
         await self.shell.links.start_up(metrics_at)
+        await self.peers.start_up()
         await self.records.start_up()
         await self.sessions.start_up()
 
@@ -116,6 +129,7 @@ class Gateway:
         await self.tasks.close()
         await self.records.close()
         await self.sessions.close_up()
+        await self.store.close()
         await self.shell.links.close()
         if self._recorder is not None:
             await self._recorder.close()

@@ -54,6 +54,10 @@ class RequestIds(Protocol):
         """Whether `name`, of a request or a capsule that it left, was made for `scope`."""
         ...
 
+    def made_at(self, name: str, gateway: str) -> bool:
+        """Whether `name` may have been made at that gateway; of few gateways it is true of one alone."""
+        ...
+
 
 class GatewayContext(NamedTuple):
     """Everything that all parts of one gateway share.

@@ -10,6 +10,7 @@ mallee.{fleet}.admin.{host}                  request for a change of a mocked fl
 mallee.{fleet}.weights.{host}                request for a worker to change its weights: WeightsAsk
 mallee.{fleet}.bookings.{gateway}            BookingBatch, published by the gateway
 mallee.{fleet}.bookings_snapshot.{gateway}   request by another, answered with a BookingSnapshot
+mallee.{fleet}.peers.{gateway}               request by another gateway for what this one alone has
 mallee.{fleet}.queues.{gateway}              QueueDepth, published by the gateway for worker processes
 mallee.{fleet}.texts.asks                    TextAsk, published by a gateway
 mallee.{fleet}.texts.told.{gateway}          TextTold, published for that gateway by the others
@@ -22,15 +23,22 @@ mallee.{fleet}.sessions.asks                 SessionsAsk, published by a gateway
 mallee.{fleet}.sessions.told                 SessionNotes, published by a gateway
 mallee.{fleet}.inbox.>                       answers to requests, which gateways alone make
 
+What gateways keep is in streams of JetStream, `KV_mallee_{fleet}_{bucket}`, as NATS's key-value has them.
+
 A broker's account for gateways and one for workers need no more than `Subjects.permissions`.
 """
 
 import re
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 from mallee.protocol.errors import ConfigError
 
 BusRole: TypeAlias = Literal["gateway", "worker"]
+
+BUCKETS: Final = (
+    *("answers", "budgets", "conversations", "events", "quotas", "responses", "sessions", "texts"),
+)
+"""The buckets of the gateways' store."""
 
 _TOKEN = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -91,6 +99,9 @@ class Subjects(NamedTuple):
     def queues(self, gateway: str = "*") -> str:
         return f"{self.root}.queues.{gateway}"
 
+    def peers(self, gateway: str = "*") -> str:
+        return f"{self.root}.peers.{gateway}"
+
     def record_asks(self) -> str:
         return f"{self.root}.records.asks"
 
@@ -109,6 +120,21 @@ class Subjects(NamedTuple):
     def sessions_told(self) -> str:
         return f"{self.root}.sessions.told"
 
+    def bucket(self, name: str) -> str:
+        """The name of a bucket at the broker."""
+        assert name in BUCKETS, f"{name}: gateways may use {BUCKETS} alone"
+        return f"{self.root.replace('.', '_')}_{name}"
+
+    def _kept(self, bucket: str) -> tuple[str, ...]:
+        """What it takes to make, read, write and follow a bucket."""
+        stream, api = f"KV_{bucket}", "$JS.API"
+        return (
+            f"$KV.{bucket}.>",
+            *(f"{api}.STREAM.{verb}.{stream}" for verb in ("CREATE", "UPDATE", "INFO", "PURGE")),
+            *(f"{api}.STREAM.MSG.GET.{stream}", f"{api}.DIRECT.GET.{stream}.>"),
+            *(f"{api}.CONSUMER.*.{stream}", f"{api}.CONSUMER.*.{stream}.>"),
+        )
+
     def inbox(self) -> str:
         """The prefix of subjects for answers."""
         return f"{self.root}.inbox"
@@ -123,12 +149,13 @@ class Subjects(NamedTuple):
         if role == "worker":
             return Permissions((self.events(), self.lease()), (*requests, self.queues()))
         shared = (
-            *(self.bookings(), self.bookings_snapshot()),
+            *(self.bookings(), self.bookings_snapshot(), self.peers()),
             *(self.record_asks(), self.record_told(), self.records_forgotten()),
             self.records_copied(),
             *(self.sessions_asks(), self.sessions_told()),
         )
+        kept = [each for name in BUCKETS for each in self._kept(self.bucket(name))]
         return Permissions(
-            publish=(*requests, *shared, self.queues()),
+            publish=(*requests, *shared, self.queues(), "$JS.API.INFO", "$JS.FC.>", *kept),
             subscribe=(*shared, self.events(), self.lease(), f"{self.inbox()}.>"),
         )

@@ -1,7 +1,9 @@
 """A `Bus` without a broker, for tests and benches in one event loop."""
 
 import asyncio
+from collections.abc import AsyncGenerator
 
+from mallee.runtime.bus.buckets import Buckets, BucketSpec, Stored, StoreFull
 from mallee.runtime.bus.bus import Handler, OnMessage, OnState, Signals
 
 
@@ -11,12 +13,14 @@ class LocalHub:
     def __init__(self) -> None:
         self.is_up = True
         self.buses: list[LocalBus] = []
+        self.kept = KeptValues()
 
     def set_up(self, is_up: bool) -> None:
         """Stop or resume carrying messages."""
         self.is_up = is_up
         for bus in list(self.buses):
             bus.signals.set_up(is_up)
+        self.kept.tell()  # those that follow see it
 
 
 class LocalBus:
@@ -26,6 +30,7 @@ class LocalBus:
 
     def __init__(self, hub: LocalHub) -> None:
         self.signals = Signals()
+        self.buckets: Buckets = LocalBuckets(self, hub.kept)
         self._hub = hub
         self._subscriptions: list[tuple[str, OnMessage]] = []
         self._servers: dict[str, Handler] = {}
@@ -34,6 +39,10 @@ class LocalBus:
         """Whether all is lost on the way from and to this bus, which does not notice."""
 
     async def connect(self) -> None:
+        self.connect_now()
+
+    def connect_now(self) -> None:
+        """As `connect`, outside of an event loop too."""
         self._hub.buses.append(self)
         self.signals.set_up(self._hub.is_up)
 
@@ -98,3 +107,88 @@ class LocalBus:
 def _matches(pattern: str, subject: str) -> bool:
     wanted, got = pattern.split("."), subject.split(".")
     return len(wanted) == len(got) and all(w in ("*", g) for w, g in zip(wanted, got, strict=True))
+
+
+class KeptValues:
+    """The values of all buckets of a `LocalHub`, which outlive its buses."""
+
+    def __init__(self) -> None:
+        self.buckets: dict[str, dict[str, Stored]] = {}
+        self.revision = 0
+        self.is_full = False
+        self.news = asyncio.Event()  # replaced at each put
+        self._times: dict[int, float] = {}  # of puts, by revision
+
+    def values(self, bucket: BucketSpec, now: float) -> dict[str, Stored]:
+        """Those of a bucket that are not too old, or too many."""
+        values, nbytes = self.buckets.setdefault(bucket.name, {}), 0
+        for key, each in sorted(values.items(), key=lambda pair: -pair[1].revision):
+            nbytes += len(each.value)
+            if nbytes > bucket.max_nbytes or self._times[each.revision] <= now - bucket.ttl_s:
+                del values[key]
+        return values
+
+    def put(self, bucket: BucketSpec, key: str, value: bytes, now: float) -> int:
+        self.revision += 1
+        self._times[self.revision] = now
+        self.buckets[bucket.name][key] = Stored(value, self.revision)
+        self.tell()
+        return self.revision
+
+    def tell(self) -> None:
+        """Have those that follow look."""
+        news, self.news = self.news, asyncio.Event()
+        news.set()
+
+
+class LocalBuckets:
+    """`Buckets` in memory, which are away while their bus is down."""
+
+    def __init__(self, bus: LocalBus, kept: KeptValues) -> None:
+        self._bus = bus
+        self._kept = kept
+
+    async def get(self, bucket: BucketSpec, key: str) -> Stored | None:
+        return (await self._values(bucket)).get(key)
+
+    async def put(
+        self, bucket: BucketSpec, key: str, value: bytes, revision: int | None = None
+    ) -> int | None:
+        before = (await self._values(bucket)).get(key)
+        if self._kept.is_full:
+            raise StoreFull("no room is left")
+        if revision is not None and revision != (before.revision if before is not None else 0):
+            return None
+        return self._kept.put(bucket, key, value, asyncio.get_running_loop().time())
+
+    async def delete(self, bucket: BucketSpec, key: str) -> None:
+        values = await self._values(bucket)
+        for each in [each for each in values if _is_at(each, key)]:
+            del values[each]
+
+    async def keys(self, bucket: BucketSpec, prefix: str) -> list[str]:
+        return [key for key in await self._values(bucket) if key != prefix and _is_at(key, prefix)]
+
+    async def follow(
+        self, bucket: BucketSpec, prefix: str
+    ) -> AsyncGenerator[tuple[str, Stored], None]:
+        last = 0
+        while True:
+            news = self._kept.news
+            found = [(key, each) for key, each in (await self._values(bucket)).items()]
+            found = [(k, v) for k, v in found if v.revision > last and _is_at(k, prefix)]
+            for key, each in sorted(found, key=lambda pair: pair[1].revision):
+                last = each.revision
+                if key != prefix:
+                    yield key, each
+            await news.wait()
+
+    async def _values(self, bucket: BucketSpec) -> dict[str, Stored]:
+        await asyncio.sleep(0)  # as with a broker, others run meanwhile
+        if not self._bus.is_up:
+            raise ConnectionError("the broker is away")
+        return self._kept.values(bucket, asyncio.get_running_loop().time())
+
+
+def _is_at(key: str, prefix: str) -> bool:
+    return key == prefix or key.startswith(f"{prefix}.")

@@ -14,16 +14,18 @@ import hashlib
 import hmac
 import re
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Final
 
 from mallee.protocol.ids import COMMON, RequestId, Scope, on_account
 
-_RANDOM_NBYTES: Final = 12
+_MARK_NBYTES: Final = 3
+_RANDOM_NBYTES: Final = 9
 _TAG_NBYTES: Final = 8
 _SCOPE_NBYTES: Final = 16
 # With its account, the number of a part of the request (one that went on elsewhere has), and of a branch.
 _ID: Final = re.compile(
-    rf"req_([0-9a-f]{{{2 * _RANDOM_NBYTES}}})([0-9a-f]{{{2 * _TAG_NBYTES}}})"
+    rf"req_([0-9a-f]{{{2 * (_MARK_NBYTES + _RANDOM_NBYTES)}}})([0-9a-f]{{{2 * _TAG_NBYTES}}})"
     r"(~[0-9a-f]{16})?(?:-[0-9]{1,9})?(?:\.[0-9]{1,9})?",
     re.ASCII,
 )
@@ -32,12 +34,14 @@ _ID: Final = re.compile(
 class Scopes:
     """The `RequestIds` of one app: gateways with the same secret understand each other's.
 
-    `draw(n)` gives n random bytes.
+    An id begins with the mark of the gateway that made it, which alone knows what runs of it. `draw(n)`
+    gives n random bytes.
     """
 
-    def __init__(self, secret: bytes, *, draw: Callable[[int], bytes]) -> None:
+    def __init__(self, secret: bytes, *, draw: Callable[[int], bytes], gateway: str = "") -> None:
         self._key = hashlib.blake2b(secret, person=b"mallee scopes", digest_size=32).digest()
         self._draw = draw
+        self._mark = _mark(gateway)
 
     def scope(self, tenant: str, salt: str = "") -> Scope:
         """The scope of `salt` in `tenant`; no two pairs have the same one."""
@@ -47,7 +51,7 @@ class Scopes:
         return Scope(self._digest(b"scope", name, _SCOPE_NBYTES).hex())
 
     def new(self, scope: Scope, account: str = "") -> RequestId:
-        random = self._draw(_RANDOM_NBYTES).hex()
+        random = self._mark + self._draw(_RANDOM_NBYTES).hex()
         tag = self._tag(on_account(random, account), scope)
         return RequestId(on_account(f"req_{random}{tag}", account))
 
@@ -58,8 +62,16 @@ class Scopes:
         tag = self._tag(f"{found[1]}{found[3] or ''}", scope)
         return hmac.compare_digest(found[2], tag)
 
+    def made_at(self, name: str, gateway: str) -> bool:
+        return name.partition("_")[2].startswith(_mark(gateway))
+
     def _tag(self, made: str, scope: Scope) -> str:
         return self._digest(b"id", f"{made}{scope}".encode(), _TAG_NBYTES).hex()
 
     def _digest(self, use: bytes, content: bytes, nbytes: int) -> bytes:
         return hashlib.blake2b(content, key=self._key, person=use, digest_size=nbytes).digest()
+
+
+@lru_cache(64)
+def _mark(gateway: str) -> str:
+    return hashlib.blake2b(gateway.encode(), digest_size=_MARK_NBYTES).hexdigest()

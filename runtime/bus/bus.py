@@ -8,6 +8,8 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeAlias
 
+from mallee.runtime.bus.buckets import Buckets
+
 log = logging.getLogger(__name__)
 
 OnMessage: TypeAlias = Callable[[bytes], None]
@@ -18,6 +20,8 @@ Handler: TypeAlias = Callable[[bytes], Awaitable[bytes]]
 class Bus(Protocol):
     """Publish, subscribe, ask and answer. `*` stands for one token of a subscribed subject."""
 
+    buckets: Buckets
+    """The values that the broker keeps."""
     num_published: int
     """Messages handed to the broker."""
     num_dropped: int

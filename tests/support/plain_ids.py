@@ -35,3 +35,7 @@ class PlainIds:
             for end in range(len(name) + 1)
             if _PARTS.fullmatch(name, end)
         )
+
+    def made_at(self, name: str, gateway: str) -> bool:
+        """These names don't tell."""
+        return True

@@ -1,0 +1,1 @@
+"""What outlives a gateway: values that clients can name, in the broker's buckets."""

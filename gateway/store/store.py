@@ -1,0 +1,376 @@
+"""The store of all gateways: what clients can name, in buckets of the broker, by scope and name.
+
+Every gateway reads and writes the same values, so none has to be asked which one has a thing. What a gateway
+keeps beside them is a copy, which serves while the store is away and saves decoding: `Bucket.get` takes it.
+
+A value carries the version of its layout: one of another version is refused by name, never misread. A large
+one lies in parts beside its head, which is put after them, so that no reader sees half of it.
+
+Writes that no answer waits for go by `put_soon` and `delete_soon`: in order for each name, the last one
+alone if several wait, within `MAX_WAITING_NBYTES`. Those that wait while the store is away are sent once it
+is back.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Final, Generic, NamedTuple, TypeVar
+
+from mallee.gateway.store.names import key_of, name_of
+from mallee.protocol.codec import Decoder, encode
+from mallee.protocol.errors import CodecError, Unavailable
+from mallee.protocol.ids import Scope
+from mallee.protocol.subjects import Subjects
+from mallee.runtime.bus.buckets import Buckets, BucketSpec, Stored, StoreFull
+from mallee.runtime.bus.bus import Bus
+from mallee.runtime.tasks import Tasks
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+PART_NBYTES: Final = 512 << 10  # of one message: a broker takes 1 MiB by default
+MAX_WAITING_NBYTES: Final = 64 << 20  # of writes that wait for the store
+NUM_SENT: Final = 64  # writes under way at once
+RETRY_S: Final = 0.2
+PARTS_S: Final = 60  # for which parts of a value that was put anew stay
+_OVERHEAD_NBYTES: Final = 256  # of a write that waits
+
+
+class StoreAway(Unavailable):
+    """The store does not answer, and this gateway does not know the thing."""
+
+    code = "store_away"
+
+    def __init__(self, why: str) -> None:
+        super().__init__(
+            f"the gateways' store can't be reached: {why}; retry in 1 s", retry_after_s=1.0
+        )
+
+
+class OtherLayout(Unavailable):
+    """A value that another version of Mallee has stored."""
+
+    code = "stored_by_another_version"
+
+    def __init__(self, bucket: str, found: int, own: int) -> None:
+        super().__init__(
+            f"it was stored in {bucket!r} with layout {found}, and this gateway reads layout {own}:"
+            " update the gateways that are older",
+            bucket=bucket,
+            found=found,
+            own=own,
+        )
+
+
+class Entry(NamedTuple, Generic[T]):
+    """A value as it is stored; `revision` changes with each put."""
+
+    value: T
+    revision: int
+
+
+class Write(NamedTuple):
+    """A put that waits, or a delete."""
+
+    spec: BucketSpec
+    key: str
+    raw: bytes | None
+
+    @property
+    def nbytes(self) -> int:
+        """Of memory while it waits."""
+        return _OVERHEAD_NBYTES + len(self.raw or b"")
+
+
+class StoreTerms(NamedTuple):
+    """How the broker keeps the buckets, whose names begin with the store's."""
+
+    name: str
+    is_in_memory: bool = False
+    num_replicas: int = 1
+
+
+class Store:
+    """The buckets of a gateway's broker. Belongs to its event loop."""
+
+    def __init__(self, bus: Bus, terms: StoreTerms) -> None:
+        self._bus = bus
+        self._subjects = Subjects.of(terms.name)
+        self._terms = terms
+        self._waiting: dict[tuple[str, str], Write] = {}  # by bucket and key, the oldest first
+        self._sent: dict[tuple[str, str], Write] = {}  # under way
+        self._nbytes = 0  # of both
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        self.num_refused = 0  # writes that found no room
+        self.tasks = Tasks("the gateways' store")
+
+    @property
+    def is_up(self) -> bool:
+        return self._bus.is_up
+
+    @property
+    def num_waiting(self) -> int:
+        """Writes that are not in the store yet."""
+        return len(self._waiting) + len(self._sent)
+
+    @property
+    def waiting_nbytes(self) -> int:
+        return self._nbytes
+
+    def bucket(
+        self, name: str, kind: type[T], *, version: int, ttl_s: float, max_nbytes: int
+    ) -> "Bucket[T]":
+        """The bucket of values of one kind. `version` (below 256) is that of the kind's layout."""
+        spec = BucketSpec(
+            name=self._subjects.bucket(name),
+            ttl_s=ttl_s,
+            max_nbytes=max_nbytes,
+            is_in_memory=self._terms.is_in_memory,
+            num_replicas=self._terms.num_replicas,
+        )
+        return Bucket(self, self._bus.buckets, spec, Decoder(kind, f"a value of {name!r}"), version)
+
+    async def flush(self, wait_s: float) -> bool:
+        """Wait until all writes are in the store; False: they were not within `wait_s`."""
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._is_idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def close(self, wait_s: float = 2.0) -> None:
+        """Send what waits, if the store takes it soon."""
+        if not await self.flush(wait_s if self.is_up else 0.0):
+            log.warning("%d writes did not reach the gateways' store", self.num_waiting)
+        await self.tasks.close()
+
+    def pending(self, spec: BucketSpec, key: str) -> Write | None:
+        """The last write of a key that is not known to be in the store yet."""
+        place = spec.name, key
+        return self._waiting.get(place) or self._sent.get(place)
+
+    def write_soon(self, write: Write) -> None:
+        place = write.spec.name, write.key
+        if (before := self._waiting.pop(place, None)) is not None:
+            self._nbytes -= before.nbytes
+        if self._nbytes + write.nbytes > MAX_WAITING_NBYTES:
+            self.num_refused += 1
+            return
+        self._nbytes += write.nbytes
+        self._waiting[place] = write
+        self._is_idle.clear()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Send the oldest that wait, as many at once as may be; those of one name follow each other."""
+        while len(self._sent) < NUM_SENT:
+            place = next((each for each in self._waiting if each not in self._sent), None)
+            if place is None:
+                break
+            self._sent[place] = self._waiting.pop(place)
+            self.tasks.spawn(self._send(place), name="a write to the store")
+        if not self.num_waiting:
+            self._is_idle.set()
+
+    async def _send(self, place: tuple[str, str]) -> None:
+        while not (self.is_up and await self._is_put(self._sent[place])):
+            await asyncio.sleep(RETRY_S)
+            if (newer := self._waiting.pop(place, None)) is not None:
+                self._nbytes -= self._sent[place].nbytes
+                self._sent[place] = newer
+        self._nbytes -= self._sent.pop(place).nbytes
+        self._begin()
+
+    async def _is_put(self, write: Write) -> bool:
+        """Whether nothing is left to be done."""
+        try:
+            await put_whole(self._bus.buckets, write.spec, write.key, write.raw)
+        except StoreFull as error:
+            self.num_refused += 1
+            log.warning("the gateways' store took no value of %s: %s", write.spec.name, error)
+        except (ConnectionError, TimeoutError):
+            return False
+        return True
+
+
+class Bucket(Generic[T]):
+    """The values of one kind, of all scopes.
+
+    Methods that wait raise StoreAway; those that read, OtherLayout.
+    """
+
+    def __init__(
+        self, store: Store, buckets: Buckets, spec: BucketSpec, decode: Decoder[T], version: int
+    ) -> None:
+        self._store = store
+        self._buckets = buckets
+        self._spec = spec
+        self._decode = decode
+        self._version = version
+
+    async def get(self, scope: Scope, name: str, known: Entry[T] | None = None) -> Entry[T] | None:
+        """The value as it is now: `known` itself, if that is it still. None: there is none."""
+        return await self._get(key_of(scope, name), known)
+
+    async def put(self, scope: Scope, name: str, value: T, *, at: int | None = None) -> int | None:
+        """Returns once it is stored: its revision. None: it is not at revision `at` (0: is there already).
+
+        Raises StoreFull.
+        """
+        try:
+            raw = self._packed(value)
+            return await put_whole(self._buckets, self._spec, key_of(scope, name), raw, at)
+        except (ConnectionError, TimeoutError) as error:
+            raise StoreAway(str(error)) from error
+
+    async def delete(self, scope: Scope, name: str) -> None:
+        """Returns once it is gone, with all below it."""
+        key = key_of(scope, name)
+        try:
+            await self._buckets.delete(self._spec, key)
+        except (ConnectionError, TimeoutError) as error:
+            raise StoreAway(str(error)) from error
+
+    def put_soon(self, scope: Scope, name: str, value: T) -> None:
+        """Store it in the background."""
+        self._store.write_soon(Write(self._spec, key_of(scope, name), self._packed(value)))
+
+    def delete_soon(self, scope: Scope, name: str) -> None:
+        """Forget it, and all below it, in the background."""
+        self._store.write_soon(Write(self._spec, key_of(scope, name), None))
+
+    async def names(self, scope: Scope) -> list[str]:
+        """All names of `scope`, in order."""
+        prefix = key_of(scope)
+        try:
+            keys = await self._buckets.keys(self._spec, prefix)
+        except (ConnectionError, TimeoutError) as error:
+            raise StoreAway(str(error)) from error
+        depth = prefix.count(".") + 1
+        return sorted(name_of(key) for key in keys if key.count(".") == depth)
+
+    # Values below a name, in an order of their own: events, nodes of a tree
+
+    async def append(self, scope: Scope, name: str, below: str, value: T) -> None:
+        """Store a value below `name`, which goes with that."""
+        try:
+            await put_whole(
+                self._buckets, self._spec, key_of(scope, name, below), self._packed(value)
+            )
+        except (ConnectionError, TimeoutError) as error:
+            raise StoreAway(str(error)) from error
+
+    def append_soon(self, scope: Scope, name: str, below: str, value: T) -> None:
+        write = Write(self._spec, key_of(scope, name, below), self._packed(value))
+        self._store.write_soon(write)
+
+    async def follow(self, scope: Scope, name: str) -> AsyncGenerator[tuple[str, T], None]:
+        """The values below `name`, as they were put: those there are, and those to come."""
+        prefix = key_of(scope, name)
+        depth = prefix.count(".") + 1
+        try:
+            async with aclosing(self._buckets.follow(self._spec, prefix)) as found:
+                async for key, stored in found:
+                    if key.count(".") != depth:
+                        continue
+                    if (entry := await self._whole(key, stored, None)) is not None:
+                        yield name_of(key), entry.value
+        except (ConnectionError, TimeoutError) as error:
+            raise StoreAway(str(error)) from error
+
+    async def all_below(self, scope: Scope, name: str) -> dict[str, T]:
+        """The values below `name` now."""
+        prefix = key_of(scope, name)
+        depth = prefix.count(".") + 1
+        try:
+            keys = await self._buckets.keys(self._spec, prefix)
+        except (ConnectionError, TimeoutError) as error:
+            raise StoreAway(str(error)) from error
+        keys = sorted(key for key in keys if key.count(".") == depth)
+        entries = await asyncio.gather(*(self._get(key, None) for key in keys))
+        return {
+            name_of(key): entry.value
+            for key, entry in zip(keys, entries, strict=True)
+            if entry is not None
+        }
+
+    # Bytes
+
+    async def _get(self, key: str, known: Entry[T] | None) -> Entry[T] | None:
+        waiting = self._store.pending(self._spec, key)
+        if waiting is not None:
+            return None if waiting.raw is None else Entry(self._read(waiting.raw), 0)
+        try:
+            stored = await self._buckets.get(self._spec, key)
+            return None if stored is None else await self._whole(key, stored, known)
+        except (ConnectionError, TimeoutError) as error:
+            raise StoreAway(str(error)) from error
+
+    async def _whole(self, key: str, stored: Stored, known: Entry[T] | None) -> Entry[T] | None:
+        """None: its parts went meanwhile."""
+        if known is not None and known.revision == stored.revision:
+            return known
+        raw = await get_whole(self._buckets, self._spec, key, stored.value)
+        return None if raw is None else Entry(self._read(raw), stored.revision)
+
+    def _packed(self, value: T) -> bytes:
+        return bytes((self._version,)) + encode(value)
+
+    def _read(self, raw: bytes) -> T:
+        if raw[:1] != bytes((self._version,)):
+            raise OtherLayout(self._spec.name, raw[0] if raw else -1, self._version)
+        return self._decode(raw[1:])
+
+
+_WHOLE: Final = b"\x00"
+_IN_PARTS: Final = b"\x01"
+_PARTS: Final = (
+    "p"  # the first letter of their names, after a point: no name's, which follow a letter
+)
+_decode_parts: Final = Decoder(tuple[str, int], "the parts of a value")
+
+
+async def put_whole(
+    buckets: Buckets, spec: BucketSpec, key: str, raw: bytes | None, at: int | None = None
+) -> int | None:
+    """Put a value of any length, or delete it (None). Returns and raises as `Buckets.put`."""
+    if raw is None:
+        await buckets.delete(spec, key)
+        return None
+    if len(raw) <= PART_NBYTES:
+        return await buckets.put(spec, key, _WHOLE + raw, at)
+    now, num_parts = int(time.time()), -(-len(raw) // PART_NBYTES)
+    nonce = f"{now:x}-{secrets.token_hex(8)}"
+    for i in range(num_parts):
+        part = raw[i * PART_NBYTES : (i + 1) * PART_NBYTES]
+        await buckets.put(spec, _part_of(key, nonce, i), part)
+    head = _IN_PARTS + encode((nonce, num_parts))
+    revision = await buckets.put(spec, key, head, at)
+    for old in {each.split(".")[-2] for each in await buckets.keys(spec, f"{key}.{_PARTS}")}:
+        # Not at once: they may be read now, or be those of another put whose head follows.
+        if (old == nonce and revision is None) or int(old.partition("-")[0], 16) < now - PARTS_S:
+            await buckets.delete(spec, f"{key}.{_PARTS}.{old}")
+    return revision
+
+
+async def get_whole(buckets: Buckets, spec: BucketSpec, key: str, head: bytes) -> bytes | None:
+    """The value whose head was read; None: its parts are gone."""
+    if head[:1] == _WHOLE:
+        return head[1:]
+    if head[:1] != _IN_PARTS:
+        raise CodecError(f"not a value of {spec.name!r}: it begins with {head[:1]!r}")
+    nonce, num_parts = _decode_parts(head[1:])
+    names = [_part_of(key, nonce, i) for i in range(num_parts)]
+    parts = await asyncio.gather(*(buckets.get(spec, name) for name in names))
+    found = [part.value for part in parts if part is not None]
+    return b"".join(found) if len(found) == num_parts else None
+
+
+def _part_of(key: str, nonce: str, number: int) -> str:
+    return f"{key}.{_PARTS}.{nonce}.{number}"

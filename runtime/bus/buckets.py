@@ -1,0 +1,62 @@
+"""What a broker keeps beside the messages that it carries: values by key in buckets, each with a revision."""
+
+from collections.abc import AsyncGenerator
+from typing import NamedTuple, Protocol
+
+from mallee.protocol.errors import Unavailable
+
+
+class StoreFull(Unavailable):
+    """The broker keeps no more values."""
+
+    code = "store_full"
+
+
+class BucketSpec(NamedTuple):
+    """A bucket and its bounds: a value goes `ttl_s` after it was put, and the oldest beyond `max_nbytes`."""
+
+    name: str
+    ttl_s: float
+    max_nbytes: int
+    is_in_memory: bool = False
+    num_replicas: int = 1
+
+
+class Stored(NamedTuple):
+    """A value of a bucket; a later put of any of its values has a larger revision."""
+
+    value: bytes
+    revision: int
+
+
+class Buckets(Protocol):
+    """Keys are of letters, digits, `-_=`, with dots between their parts.
+
+    Every method raises ConnectionError (broker away) and TimeoutError.
+    """
+
+    async def get(self, bucket: BucketSpec, key: str) -> Stored | None: ...
+
+    async def put(
+        self, bucket: BucketSpec, key: str, value: bytes, revision: int | None = None
+    ) -> int | None:
+        """Its revision; None: nothing was put, as the value has not `revision` now (0: is not there).
+
+        Raises StoreFull.
+        """
+        ...
+
+    async def delete(self, bucket: BucketSpec, key: str) -> None:
+        """Forget `key`, and all whose first parts it is."""
+        ...
+
+    async def keys(self, bucket: BucketSpec, prefix: str) -> list[str]:
+        """Those whose first parts are `prefix`, in no order."""
+        ...
+
+    def follow(self, bucket: BucketSpec, prefix: str) -> AsyncGenerator[tuple[str, Stored], None]:
+        """The values whose keys' first parts are `prefix`, by revision: those there are, and those to come.
+
+        Not what is deleted.
+        """
+        ...
