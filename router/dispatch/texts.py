@@ -158,7 +158,6 @@ class TokenTexts:
     def hashes(self, job: Job) -> Hashes:
         if isinstance(job, ForkJob):
             return NO_HASHES
-        assert isinstance(job, GenerateJob | PrefillJob), "no other job has a prompt"
         return self._hashes(tokens_of(job.tokens), job.salt)
 
     def knows(self, capsule: CapsuleId) -> bool:
@@ -233,15 +232,16 @@ class TokenLog:
     def _find_path(self) -> TokenPath | None:
         """The tokens that the branches continue; those of a capsule may come to be known later."""
         job = self._job
-        if self._path is None and isinstance(job, ForkJob):
-            entry = self._memory.get(job.capsule)
-            if entry is not None and (job.at is None or job.at <= entry.path.length):
-                start = entry if job.at is None else entry.first(job.at)
-                self._path, self._grammar = start.path, start.grammar
-                self._start = start.continuation if job.resumes else None
-        elif self._path is None:
-            assert isinstance(job, GenerateJob | PrefillJob), "no other job has a prompt"
+        if self._path is not None:
+            return self._path
+        if not isinstance(job, ForkJob):
             self._path = TokenPath(None, tokens_of(job.tokens), job.salt)
+            return self._path
+        entry = self._memory.get(job.capsule)
+        if entry is not None and (job.at is None or job.at <= entry.path.length):
+            start = entry if job.at is None else entry.first(job.at)
+            self._path, self._grammar = start.path, start.grammar
+            self._start = start.continuation if job.resumes else None
         return self._path
 
     def take(self, update: Update) -> None:
@@ -251,15 +251,17 @@ class TokenLog:
             drawn = self._drawn[update.branch] = array("I")
         drawn.extend(update.tokens)
         if update.capsule is not None:
-            ttl_s = self._job.ttl_s if isinstance(self._job, PrefillJob) else None
-            if update.kept and isinstance(self._job, GenerateJob | ForkJob):
-                ttl_s = self._job.keep_s
+            job, ttl_s = self._job, None
+            if isinstance(job, PrefillJob):
+                ttl_s = job.ttl_s
+            elif update.kept:
+                ttl_s = job.keep_s
             self.note(CapsuleId(update.capsule), update.branch, update.boundary, ttl_s)
 
     def note(self, capsule: CapsuleId, row: int, boundary: int, ttl_s: float | None) -> None:
-        entry = self._entry(row, boundary)
+        entry = self._entry(row, boundary, ttl_s)
         if entry is not None:
-            self._memory.keep(capsule, entry._replace(ttl_s=ttl_s))
+            self._memory.keep(capsule, entry)
 
     def cut(self, capsule: CapsuleId, row: int, at: int, residue: Tokens) -> None:
         entry = self._entry(row, at)
@@ -273,7 +275,7 @@ class TokenLog:
         drawn = self._drawn.get(row)
         return () if drawn is None else tuple(drawn[-num:])
 
-    def _entry(self, row: int, boundary: int) -> CapsuleTokens | None:
+    def _entry(self, row: int, boundary: int, ttl_s: float | None = None) -> CapsuleTokens | None:
         """The first `boundary` tokens of a row; None if they are not known here."""
         path = self._path or self._find_path()
         if not self._memory.max_nbytes or path is None:
@@ -285,7 +287,7 @@ class TokenLog:
         if num_new < 0:  # before the branch went on here
             grammar, left = self._grammar_after(0, 0), self._left(row, 0)
             start = CapsuleTokens(path, grammar, None, self._weights, continuation=left)
-            return start.first(boundary)
+            return start.first(boundary)._replace(ttl_s=ttl_s)
         if num_new > len(tail):
             return None
         if num_new:
@@ -293,14 +295,13 @@ class TokenLog:
         num_drawn = max(0, num_new - num_suffix)
         grammar = None if self._is_free else self._grammar_after(num_suffix, num_drawn)
         left = self._left(row, num_drawn)
-        return CapsuleTokens(path, grammar, None, self._weights, continuation=left)
+        return CapsuleTokens(path, grammar, ttl_s, self._weights, continuation=left)
 
     def _left(self, row: int, num_drawn: int) -> Continuation | None:
         """Row `row` after so many tokens, to be gone on as; None if that is not known."""
         job = self._job
         if isinstance(job, PrefillJob):
             return job.continuation
-        assert isinstance(job, GenerateJob | ForkJob), "no other job draws tokens"
         if isinstance(job, ForkJob) and job.resumes:
             if self._start is None:
                 return None
@@ -317,7 +318,6 @@ class TokenLog:
         job, path = self._job, self._find_path()
         if isinstance(job, PrefillJob) or path is None:
             return None
-        assert isinstance(job, GenerateJob | ForkJob), "no other job draws tokens"
         suffix, drawn = self._suffix(row), as_tokens(self._drawn.get(row, ()))
         assert len(drawn) == num_drawn, f"{len(drawn)} tokens were logged, {num_drawn} counted"
         grammar, left = self._grammar_after(len(suffix), num_drawn), self._left(row, num_drawn)
@@ -348,7 +348,6 @@ class TokenLog:
         job = self._job
         if isinstance(job, PrefillJob):
             return job.grammar
-        assert isinstance(job, GenerateJob | ForkJob), "no other job draws tokens"
         grammar = job.grammar
         if isinstance(job, ForkJob) and job.is_inheriting:
             grammar, num_drawn = self._grammar, num_suffix + num_drawn

@@ -21,10 +21,8 @@ from mallee.router.dispatch.effects import Deliver
 from mallee.router.dispatch.jobs import (
     NO_MESSAGES,
     ForkJob,
-    GenerateJob,
     Job,
     Messages,
-    PrefillJob,
 )
 from mallee.router.dispatch.texts import tokens_of
 from mallee.router.index.hashing import block_hashes
@@ -136,7 +134,7 @@ class RecentPrompts:
 
     def compare(self, request: RequestId, job: Job, weights: str) -> Comparison:
         """Compare the prompt of `job`, if it has one; from now on it is an earlier one."""
-        if not isinstance(job, (GenerateJob, PrefillJob)):
+        if isinstance(job, ForkJob):
             return Comparison(job, None, None, self._block_size)
         asked = Asked(tokens_of(job.tokens), job.salt, job.terms.owner, job.messages, weights)
         return Comparison(job, asked, self.take(request, asked), self._block_size)
