@@ -39,7 +39,7 @@ from mallee.protocol.api.shared import OMITTED
 from mallee.protocol.errors import InternalError, LookupIncomplete, MalleeError, NotFound
 from mallee.protocol.ids import CapsuleId, RequestId, Scope, account_of, capsule_id
 from mallee.router.dispatch.jobs import PrefillJob, QueueTerms
-from mallee.router.dispatch.promises import not_kept
+from mallee.router.dispatch.recovery.pending import not_kept
 
 TURN_TOKENS: Final = 2048  # of a backlog, written without a turn of the loop: a few milliseconds
 LOGPROBS_COST: Final = 16  # of a token's log-probabilities, as tokens

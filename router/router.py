@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from typing import Final, NamedTuple
 
 from mallee.protocol.bookings import Booked
-from mallee.protocol.errors import CapsuleStale, UnknownCapsule
+from mallee.protocol.errors import CapsuleStale
 from mallee.protocol.events import EventBatch, Lease, Snapshot
 from mallee.protocol.hashing import Hashes
 from mallee.protocol.ids import CapsuleId, Incarnation, RequestId, Scope, WorkerId
@@ -240,11 +240,8 @@ class Router:
 
     def _lent(self, capsule: CapsuleId) -> CapsuleEntry | None:
         """`capsule`, if its worker is here and lends it."""
-        try:
-            entry = self._fleet.capsules.lookup(capsule)
-        except UnknownCapsule:
-            return None
-        return entry if self._placer.lends(entry) else None
+        entry = self._fleet.capsules.get(capsule)
+        return entry if entry is not None and self._placer.lends(entry) else None
 
     def first_token(self, request: RequestId) -> None:
         """End the outstanding prefill of a request. Ignored if not booked."""
@@ -331,6 +328,10 @@ class Router:
                 is_computing=is_computing,
             )
 
+    def find_capsule(self, capsule: CapsuleId) -> CapsuleEntry | None:
+        """As `capsule`; None if it is not known."""
+        return self._fleet.capsules.get(capsule)
+
     def capsule(self, capsule: CapsuleId) -> CapsuleEntry:
         """Raises UnknownCapsule."""
         return self._fleet.capsules.lookup(capsule)
@@ -365,22 +366,23 @@ class Router:
         """The newest weights that a worker had: requests go to no others."""
         return self._fleet.weights
 
-    def check_fresh(self, capsule: CapsuleId, made_by: WeightVersion | None = None) -> None:
-        """Raises CapsuleStale if other weights than the newest made `capsule`, or its worker changes them.
+    def check_fresh(
+        self, capsule: CapsuleId, made_by: WeightVersion | None = None
+    ) -> CapsuleEntry | None:
+        """The capsule, if a worker has it; `made_by`: what the caller knows of one that none has.
 
-        `made_by`: what the caller knows of one that no worker has.
+        Raises CapsuleStale if other weights than the newest made it, or its worker changes them.
         """
         made_by, serving = made_by or self._fleet.capsules.lost_weights(capsule), self.weights
-        try:
-            member = self._fleet.members.get(self._fleet.capsules.lookup(capsule).worker)
-        except UnknownCapsule:
-            member = None
+        entry = self._fleet.capsules.get(capsule)
+        member = None if entry is None else self._fleet.members.get(entry.worker)
         if member is not None:
             made_by, change = member.lease.weights, member.lease.change
             if change is not None and member.lease.is_finishing:
                 serving = max(serving, change.target)
         if made_by is not None and made_by != serving:
             raise CapsuleStale(capsule, made_by.label, serving.label)
+        return entry
 
     def suspend(self, worker: WorkerId, incarnation: Incarnation) -> None:
         """Route nothing to this life of `worker` until `resume`; what is known of it is kept."""

@@ -6,8 +6,7 @@ from functools import cache
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
-from mallee.api.chat.choice import read_choice
-from mallee.api.chat.forms import answer_form
+from mallee.api.chat.forms import answer_form, read_choice
 from mallee.api.grammars import FORM_FIELDS, FREE_TEXT, OutputFormat, read_output_format
 from mallee.api.prompts import PromptReader, RenderedPrompt
 from mallee.api.text.answers import THINKING, Reading, Thinking, thinking_of

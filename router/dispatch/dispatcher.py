@@ -79,12 +79,11 @@ from mallee.router.dispatch.effects import (
 )
 from mallee.router.dispatch.inboxes import Inboxes, Injection
 from mallee.router.dispatch.jobs import ForkJob, Job, PrefillJob, abandon_prefill
-from mallee.router.dispatch.promises import BrokenPromises, Promise, not_kept
 from mallee.router.dispatch.queue import HELD, AdmissionConfig
 from mallee.router.dispatch.recovery.capsules import Capsules
 from mallee.router.dispatch.recovery.departures import Departures
+from mallee.router.dispatch.recovery.pending import BrokenPromises, Promise, Rebuilds, not_kept
 from mallee.router.dispatch.recovery.quarantine import Quarantine
-from mallee.router.dispatch.recovery.rebuilds import Rebuilds
 from mallee.router.dispatch.recovery.suspects import Suspects
 from mallee.router.dispatch.shards import Dispatch, Recompute, RequestState, Shard, runs
 from mallee.router.dispatch.texts import Texts
