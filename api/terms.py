@@ -84,7 +84,8 @@ def read_retention(
         spans = _hinted(request.kv_hints, prompt_tokens, max_s)
         if spans:
             return spans
-    ttl_s = _options_ttl_s(request.prompt_cache_options)
+    options = request.prompt_cache_options
+    ttl_s = None if options is None else _options_ttl_s(options)
     ttl_s = _control_ttl_s(request, "cache_control") if ttl_s is None else ttl_s
     if ttl_s is None:
         return ()
@@ -142,8 +143,6 @@ def _is_count(value: object) -> TypeGuard[int]:
 
 
 def _options_ttl_s(options: Any) -> float | None:
-    if options is None:
-        return None
     if not isinstance(options, dict) or options.get("mode", "implicit") not in (
         "implicit",
         "explicit",

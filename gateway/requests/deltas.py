@@ -105,7 +105,7 @@ class DeltaQueue:
             waiting.append(delta)
         if self._unread_since is None:
             self._unread_since = now
-        self._size += _size(delta) if delta.logprobs else len(delta.tokens)
+        self._size += _size(delta)
         unread_s = now - self._unread_since
         if self._size > (self._limit if unread_s > PATIENCE_S else self._burst):
             self._error = SlowReader(self._size, unread_s)
@@ -129,9 +129,8 @@ class DeltaQueue:
         branch = self._branches.popleft()
         deltas = self._waiting.pop(branch)
         if len(deltas) == 1:
-            delta = deltas[0]
-            self._size -= _size(delta) if delta.logprobs else len(delta.tokens)
-            return delta
+            self._size -= _size(deltas[0])
+            return deltas[0]
         num = size = 0
         for delta in deltas:
             num += 1
@@ -143,7 +142,7 @@ class DeltaQueue:
             self._waiting[branch] = deltas[num:]
             del deltas[num:]
         self._size -= size
-        return delta if num == 1 else _merged(deltas)
+        return _merged(deltas)
 
     def __aiter__(self) -> Self:
         return self
@@ -165,7 +164,8 @@ class DeltaQueue:
 
 
 def _size(delta: Delta) -> int:
-    return len(delta.tokens) + sum(1 + len(top) for _, top in delta.logprobs)
+    num = len(delta.tokens)
+    return num + sum(1 + len(top) for _, top in delta.logprobs) if delta.logprobs else num
 
 
 def _merged(deltas: list[Delta]) -> Delta:

@@ -57,7 +57,9 @@ class CountedPaths:
         """Count one user more of this path of `num_blocks` blocks; returns how many had no user before."""
         if not num_blocks:
             return 0
-        fresh, salt, index = self._room_for(waypoints), self._salts[worker], self._index
+        if len(self._scratch) < len(waypoints):
+            self._grow(waypoints)
+        fresh, salt, index = self._scratch, self._salts[worker], self._index
         column = index.column_of[worker]
         num_fresh = use_path(self._counts.address, index.address, waypoints, salt, column, fresh)
         if num_fresh < 0:
@@ -81,7 +83,7 @@ class CountedPaths:
         """Count one user less of a path; returns how many of its blocks have no user now."""
         if not num_blocks:
             return 0
-        gone, salt, index = self._room_for(waypoints), self._salts[worker], self._index
+        gone, salt, index = self._scratch, self._salts[worker], self._index
         column = index.column_of[worker]
         num_gone = leave_path(self._counts.address, index.address, waypoints, salt, column, gone)
         if num_gone < 0:
@@ -113,7 +115,5 @@ class CountedPaths:
             "indexed and counted waypoints differ"
         )
 
-    def _room_for(self, waypoints: Hashes) -> Hashes:
-        if len(self._scratch) < len(waypoints):
-            self._scratch = np.empty(2 * len(waypoints), dtype=np.uint64)
-        return self._scratch
+    def _grow(self, waypoints: Hashes) -> None:
+        self._scratch = np.empty(2 * len(waypoints), dtype=np.uint64)
