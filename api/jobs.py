@@ -53,6 +53,7 @@ from mallee.protocol.messages import (
 from mallee.protocol.model import ModelSpec
 from mallee.router.dispatch.jobs import (
     NO_MESSAGES,
+    NO_TERMS,
     ForkJob,
     GenerateJob,
     Messages,
@@ -111,11 +112,25 @@ class Options(NamedTuple):
     logit_bias: tuple[tuple[int, float], ...] = ()
     num_logprobs: int = -1  # of the likeliest tokens, to be reported; -1: no report at all
     keep_s: float | None = (
-        None  # to keep the capsules of its answers without use; None: while there is room
+        None  # of the capsules of its answers without use; None: while there is room
     )
     affinity: int = 0
     budget: Budget | None = None
     conditions: Conditions | None = None
+
+
+class _Asked(NamedTuple):
+    """A request for answers, with all that was read of it."""
+
+    body: SamplingFields
+    options: Options
+    max_tokens: int
+    output: OutputFormat
+    scope: Scope
+    terms: QueueTerms
+    messages: Messages = NO_MESSAGES
+    reading: Reading | None = None
+    reasoning: ReasoningBudget | None = None
 
 
 _PLAIN: Final = Options()
@@ -174,9 +189,8 @@ class JobMaker:
         prompts = self._reader.prompts(request.prompt, scope)
         max_tokens = request.max_tokens or DEFAULT_MAX_TOKENS
         output = FREE_TEXT if options is _PLAIN else read_output_format(request)
-        return self._generate(
-            request, options, prompts, max_tokens, output=output, scope=scope, terms=terms
-        )
+        asked = _Asked(request, options, max_tokens, output, scope, terms)
+        return self._generate(asked, prompts, request.n)
 
     def chat(self, request: ChatRequest, scope: Scope, terms: QueueTerms) -> Plan:
         """Without a token limit the setting's counts, as far as the prompt leaves room in the window."""
@@ -208,42 +222,21 @@ class JobMaker:
         if ends := self._chat.stop_token_ids:
             ids = [*request.stop_token_ids, *(() if request.ignore_eos else ends)]
             request = msgspec.structs.replace(request, stop_token_ids=ids)
-        max_tokens = max_tokens or default
-        if start is None:
-            return self._generate(
-                request,
-                options,
-                [chat.prompt],
-                max_tokens,
-                output=chat.output,
-                scope=scope,
-                terms=terms,
-                chat=chat,
-            )
-        # One branch from a capsule, whose suffix is the rest of the conversation.
-        length = begun + len(chat.prompt)
-        self._check_fits(length, max_tokens)
-        job = ForkJob(
-            capsule=start.capsule,
-            suffixes=[chat.prompt],
-            limits=_branch_limits(request, max_tokens, chat.reasoning),
-            sampling=self._sampling(request, options),
-            terms=terms,
-            grammar=chat.output.grammar,
-            at=begun if start.is_cut else None,
+        asked = _Asked(
+            body=request,
+            options=options,
+            max_tokens=max_tokens or default,
+            output=chat.output,
             scope=scope,
-            keep_s=options.keep_s,
-            retain=read_retention(request, length, self._limits.max_ttl_s),
-        )
-        return self._plan(
-            request,
-            options,
-            chat.output,
-            (job,),
-            branches=1,
-            prompt_tokens=length,
-            starts=(length,),
+            terms=terms,
+            messages=chat.messages,
             reading=chat.reading,
+            reasoning=chat.reasoning,
+        )
+        if start is None:
+            return self._generate(asked, [chat.prompt], request.n)
+        return self._fork(
+            asked, start.capsule, [chat.prompt], begun, begun if start.is_cut else None
         )
 
     def capsule(self, request: CapsuleRequest, scope: Scope, terms: QueueTerms) -> PrefillJob:
@@ -293,7 +286,8 @@ class JobMaker:
     def check_fork(self, request: ForkRequest) -> None:
         """Raises what a fork of any capsule would raise for its model and sampling."""
         self.check_model(request.model)
-        self._sampling(request, self._options(request, self._limits.max_branches, COMMON))
+        options = self._options(request, self._limits.max_branches, COMMON)
+        self._sampling(_Asked(request, options, 0, FREE_TEXT, COMMON, NO_TERMS))
 
     def fork(
         self, request: ForkRequest, capsule: CapsuleInfo, scope: Scope, terms: QueueTerms
@@ -310,32 +304,10 @@ class JobMaker:
         max_tokens = request.max_tokens or DEFAULT_MAX_TOKENS
         suffixes = [self._reader.suffix(s, f"suffixes[{i}]", scope) for i, s in enumerate(entries)]
         suffixes = suffixes or [as_tokens(())] * num
-        lengths = tuple(map(len, suffixes))
         boundary = _checked_at("at", request.at, capsule)
-        longest = boundary + max(lengths)
-        self._check_fits(longest, max_tokens)
         output = FREE_TEXT if options is _PLAIN else read_output_format(request)
-        job = ForkJob(
-            capsule=capsule.capsule,
-            suffixes=suffixes,
-            limits=_branch_limits(request, max_tokens),
-            sampling=self._sampling(request, options),
-            terms=terms,
-            grammar=output.grammar,
-            at=request.at,
-            scope=scope,
-            keep_s=options.keep_s,
-            retain=read_retention(request, longest, self._limits.max_ttl_s),
-        )
-        return self._plan(
-            request,
-            options,
-            output,
-            (job,),
-            branches=len(suffixes),
-            prompt_tokens=boundary + sum(lengths),
-            starts=tuple(boundary + length for length in lengths),
-        )
+        asked = _Asked(request, options, max_tokens, output, scope, terms)
+        return self._fork(asked, capsule.capsule, suffixes, boundary, request.at)
 
     def restore(
         self, request: RestoreRequest, capsule: CapsuleInfo, scope: Scope, terms: QueueTerms
@@ -414,37 +386,25 @@ class JobMaker:
         found = {at for at in (*asked, *ends[:1], *ends[-2:]) if 0 < at < len(prompt)}
         return tuple(sorted(found)[:MAX_PLACES])
 
-    def _generate(
-        self,
-        request: CompletionRequest | ChatRequest,
-        options: Options,
-        prompts: list[Tokens],
-        max_tokens: int,
-        *,
-        output: OutputFormat,
-        scope: Scope,
-        terms: QueueTerms,
-        chat: Chat | None = None,
-    ) -> Plan:
-        n, messages, starts = request.n, NO_MESSAGES, list[int]()
-        if chat is not None:
-            messages = chat.messages
-        limits = _branch_limits(request, max_tokens, None if chat is None else chat.reasoning)
+    def _generate(self, asked: _Asked, prompts: Sequence[Tokens], n: int) -> Plan:
+        """`n` branches of each prompt."""
+        options, messages, starts = asked.options, asked.messages, list[int]()
+        limits = _branch_limits(asked)
         jobs = list[GenerateJob]()
         for prompt in prompts:
             length = len(prompt)
-            self._check_fits(length, max_tokens)
+            self._check_fits(length, asked.max_tokens)
             starts += [length] * n
-            retain = read_retention(request, length, self._limits.max_ttl_s)
+            retain = read_retention(asked.body, length, self._limits.max_ttl_s)
             jobs.append(
                 GenerateJob(
                     tokens=prompt,
                     limits=limits,
-                    sampling=self._sampling(request, options),
+                    sampling=self._sampling(asked),
                     n=n,
-                    scope=scope,
-                    terms=terms,
-                    grammar=output.grammar,
+                    scope=asked.scope,
+                    terms=asked.terms,
+                    grammar=asked.output.grammar,
                     messages=messages,
                     keep_s=options.keep_s,
                     retain=retain,
@@ -452,46 +412,61 @@ class JobMaker:
                     places=self._places(prompt, messages, retain) if self._has_states else (),
                 )
             )
-        return self._plan(
-            request,
-            options,
-            output,
-            tuple(jobs),
-            branches=n,
-            prompt_tokens=sum(starts) // n,
-            starts=tuple(starts),
-            reading=None if chat is None else chat.reading,
+        return self._plan(asked, tuple(jobs), n, sum(starts) // n, tuple(starts))
+
+    def _fork(
+        self,
+        asked: _Asked,
+        capsule: CapsuleId,
+        suffixes: Sequence[Tokens],
+        begun: int,
+        at: int | None,
+    ) -> Plan:
+        """A branch of the first `begun` tokens of a capsule for each suffix; `at`: these are not all."""
+        starts = tuple(begun + len(suffix) for suffix in suffixes)
+        longest = max(starts)
+        self._check_fits(longest, asked.max_tokens)
+        job = ForkJob(
+            capsule=capsule,
+            suffixes=suffixes,
+            limits=_branch_limits(asked),
+            sampling=self._sampling(asked),
+            terms=asked.terms,
+            grammar=asked.output.grammar,
+            at=at,
+            scope=asked.scope,
+            keep_s=asked.options.keep_s,
+            retain=read_retention(asked.body, longest, self._limits.max_ttl_s),
         )
+        num = len(suffixes)
+        return self._plan(asked, (job,), num, sum(starts) - (num - 1) * begun, starts)
 
     def _plan(
         self,
-        request: SamplingFields,
-        options: Options,
-        output: OutputFormat,
+        asked: _Asked,
         jobs: tuple[GenerateJob | ForkJob, ...],
-        *,
         branches: int,
         prompt_tokens: int,
         starts: tuple[int, ...],
-        reading: Reading | None = None,
     ) -> Plan:
-        own = () if request.ignore_eos else self._spec.eos_token_ids
-        streaming = request.stream_options
+        body, options = asked.body, asked.options
+        own = () if body.ignore_eos else self._spec.eos_token_ids
+        streaming = body.stream_options
         return Plan(
             jobs=jobs,
             branches=branches,
             prompt_tokens=prompt_tokens,
             stops=options.stops,
-            stop_token_ids=frozenset((*own, *request.stop_token_ids)),
-            stream=request.stream,
+            stop_token_ids=frozenset((*own, *body.stop_token_ids)),
+            stream=body.stream,
             include_usage=streaming is not None and streaming.include_usage,
-            keeps_stop=request.include_stop_str_in_output,
-            min_tokens=request.min_tokens,
+            keeps_stop=body.include_stop_str_in_output,
+            min_tokens=body.min_tokens,
             logprobs=options.num_logprobs >= 0,
-            output=output,
-            diagnoses=request.mallee.diagnostics,
+            output=asked.output,
+            diagnoses=body.mallee.diagnostics,
             starts=starts,
-            reading=reading,
+            reading=asked.reading,
             budget=options.budget,
             conditions=options.conditions,
         )
@@ -514,8 +489,9 @@ class JobMaker:
             conditions=read_conditions(own.stop_when, num_choices, self.urls),
         )
 
-    def _sampling(self, request: SamplingFields, options: Options) -> Sampling:
+    def _sampling(self, asked: _Asked) -> Sampling:
         """Checked sampling; negative seeds keep their 64 bits, top_k -1 means off."""
+        request, options = asked.body, asked.options
         seed = self._draw_seed() if request.seed is None else request.seed
         top_k = min(max(request.top_k, 0), self._spec.vocab_size)
         follows = options.conditions is not None and options.conditions.below is not None
@@ -569,20 +545,13 @@ class JobMaker:
             raise ContextLengthExceeded(prompt_tokens, max_tokens, self._spec.max_model_len)
 
 
-def _branch_limits(
-    request: SamplingFields, max_tokens: int, reasoning: ReasoningBudget | None = None
-) -> Limits:
-    if not 0 <= request.min_tokens <= max_tokens:
-        raise InvalidParameter(
-            "min_tokens", request.min_tokens, f"give 0 to {max_tokens}, which is max_tokens"
-        )
-    return Limits(
-        max_tokens,
-        tuple(request.stop_token_ids),
-        request.ignore_eos,
-        request.min_tokens,
-        reasoning,
-    )
+def _branch_limits(asked: _Asked) -> Limits:
+    body, most = asked.body, asked.max_tokens
+    if not 0 <= body.min_tokens <= most:
+        remedy = f"give 0 to {most}, which is max_tokens"
+        raise InvalidParameter("min_tokens", body.min_tokens, remedy)
+    ids = tuple(body.stop_token_ids)
+    return Limits(most, ids, body.ignore_eos, body.min_tokens, asked.reasoning)
 
 
 def _num_logprobs(request: SamplingFields) -> int:
