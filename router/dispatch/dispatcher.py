@@ -648,12 +648,9 @@ class Dispatcher:
         shard.recompute = Recompute(request, capsule, fork, lost=is_lost)
         self._shards[request] = shard
         share = job.terms.share
-        if is_lost:
-            self._send(shard, text.again(request, capsule, share, holders))
-        else:
-            if job.at is not None:  # no capsule has exactly this text, but its blocks
-                holders = tuple(each.first(job.at) for each in holders)
-            self._send(shard, text.copy(request, share, holders))
+        if job.at is not None:  # no capsule has exactly this text, but its blocks
+            holders = tuple(each.first(job.at) for each in holders)
+        self._send(shard, text.prefill(request, share, holders, capsule if is_lost else None))
 
     def _on_recomputed(self, shard: Shard, update: Any) -> None:
         """Fork a capsule that was computed for a shard, once it is there."""
