@@ -67,6 +67,7 @@ class Gateway:
             fleet=context.fleet,
             others=lambda: links.other_gateways,
             ids=context.ids,
+            clock=context.clock,
         )
         self.records: Final = SharedRecords(
             context.bus,

@@ -370,14 +370,13 @@ class SessionSettings(Settings):
 
 
 class ResponsesSettings(Settings):
-    """Stored responses of `/v1/responses`, in the memory of each gateway."""
+    """Responses and conversations of `/v1`, in the gateways' store."""
 
-    max_count: AtLeastOne = 100_000
-    """Responses, at most."""
     max_mib: AtLeastOne = 256
-    """Memory of their texts; beyond it the one unused for the longest time is forgotten."""
+    """Of responses, of conversations, and of events of background responses, each;
+    beyond it the oldest are forgotten."""
     ttl_s: Positive = 86_400.0
-    """Seconds without use after which a response is forgotten."""
+    """Seconds after which a response is forgotten, and a conversation that was not changed."""
     max_background: AtLeastOne = 256
     """Background responses that run at once; more get 503."""
     max_tenant_background: AtLeastOne = 64

@@ -29,10 +29,12 @@ from mallee.gateway.access.access import Access
 from mallee.gateway.capsules.capsules import CapsuleInfo
 from mallee.gateway.metrics import GatewayMetrics
 from mallee.gateway.operator import decisions_body, workers_body
+from mallee.gateway.peers import Peers
 from mallee.gateway.records import SharedRecords
 from mallee.gateway.requests.deltas import Delta
 from mallee.gateway.requests.lives import BranchLife
 from mallee.gateway.requests.observers import Observer
+from mallee.gateway.store.store import Store
 from mallee.protocol.errors import MalleeError, NotFound, UnknownCapsule, UnknownRequest
 from mallee.protocol.hashing import Tokens, as_tokens
 from mallee.protocol.ids import CapsuleId, RequestId, Scope, WorkerId
@@ -196,8 +198,14 @@ class FakeService:
         self.gateway_metrics = GatewayMetrics()
         self.tasks = Tasks("a service")
         self.router = Router(RouterConfig(max_workers=8), clock=lambda: 0.0)
+        bus = LocalBus(LocalHub())
+        bus.signals.set_up(True)
+        self.store = Store(bus, "test")
+        self.peers = Peers(
+            bus, gateway="g0", fleet="test", others=lambda: None, ids=SCOPES, clock=lambda: 0.0
+        )
         self.records = SharedRecords(
-            LocalBus(LocalHub()),
+            bus,
             gateway="g0",
             fleet="test",
             others=lambda: None,
@@ -224,7 +232,10 @@ class FakeService:
     @property
     def context(self) -> Any:
         return SimpleNamespace(
-            model=self.model, metrics=self.gateway_metrics, wall_clock=lambda: CREATED + 5.5
+            gateway="g0",
+            model=self.model,
+            metrics=self.gateway_metrics,
+            wall_clock=lambda: CREATED + 5.5,
         )
 
     @property
