@@ -60,7 +60,7 @@ class Gateway:
         self.memory: Final = memory
         self.shell: Final = Shell(context, dispatcher, transport)
         links = self.shell.links
-        self.store: Final = Store(context.bus, context.fleet, store)
+        self.store: Final = Store(context.bus, store or StoreTerms(context.fleet))
         self.peers: Final = Peers(
             context.bus,
             gateway=context.gateway,

@@ -59,7 +59,7 @@ class Peers:
         clock: Callable[[], float],
     ) -> None:
         self._bus = bus
-        self._gateway = gateway
+        self.gateway = gateway
         self._subjects = Subjects.of(fleet)
         self._others = others
         self._ids = ids
@@ -71,7 +71,7 @@ class Peers:
         """Answer from now on. Doesn't wait for the broker."""
         self._bus.on_state(self._on_state)
         self._on_state(self._bus.is_up)
-        await self._bus.serve(self._subjects.peers(self._gateway), self._on_ask)
+        await self._bus.serve(self._subjects.peers(self.gateway), self._on_ask)
 
     @property
     def others(self) -> Collection[str]:
@@ -82,8 +82,8 @@ class Peers:
         """Whether it is certain that another gateway lives no more."""
         others = self._others()
         if others is None:
-            return gateway != self._gateway
-        is_heard = gateway in others or gateway == self._gateway
+            return gateway != self.gateway
+        is_heard = gateway in others or gateway == self.gateway
         return not is_heard and self._clock() >= self._settled_at
 
     def share(self, kind: str, answer: Answer) -> None:

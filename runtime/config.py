@@ -297,9 +297,9 @@ class HttpSettings(Settings):
     max_ttl_s: Positive | None = 86_400.0
     """The longest `ttl_s`; null: any, and `ttl_s` 0 keeps a capsule until it is deleted."""
     replay_ttl_s: Positive = 600.0
-    """Seconds for which a gateway gives the answer of an `Idempotency-Key` again."""
+    """Seconds for which the answer of an `Idempotency-Key` is given again, by every gateway."""
     replay_max_mib: AtLeastOne = 64
-    """Memory for such answers; one has at most an eighth of it, and the oldest go first."""
+    """Room in the store for such answers; one has at most an eighth of it, and the oldest go first."""
     callbacks: tuple[str, ...] = ()
     """URLs that requests may have called, each with all paths below it, as
     `[http://127.0.0.1:9000/verify]`: verifiers that score branches while they are drawn
@@ -386,6 +386,9 @@ class ResponsesSettings(Settings):
 class StoreSettings(Settings):
     """What clients can name, which all gateways keep in the broker (JetStream of NATS)."""
 
+    name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_-]+$")
+    """Name in those of the broker's streams; by default the fleet's. Fleets with one name, and one
+    `links.secret_file`, share what clients can name."""
     folder: str | None = None
     """Folder of the broker that is started here; by default `mallee/FLEET` in `$XDG_STATE_HOME`, or
     in `~/.local/state`. It holds prompts and answers."""

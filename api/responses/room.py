@@ -67,13 +67,11 @@ class Responses:
         self._tasks = tasks
         gateway = server.gateway
         self._background: dict[str, Background] = {}  # those that run
-        self._gateway: str = gateway.context.gateway
         self._peers = gateway.peers
         self._stored = StoredResponses(
             gateway.store,
             gateway.peers,
             settings,
-            gateway=self._gateway,
             runs=lambda name: name in self._background,
         )
         self.conversations = Conversations(
@@ -294,7 +292,7 @@ class Responses:
 
     async def _end(self, record: Record, scope: Scope) -> Record:
         """End a response where it runs; what became of it. Raises Unavailable, UnknownResponse."""
-        if record.gateway == self._gateway:
+        if record.gateway == self._peers.gateway:
             await self._end_here(record.id)
         else:
             await self._peers.ask(record.gateway, _END, record.id, scope, wait_s=END_S)

@@ -109,7 +109,7 @@ class Run:
 
     def record(self, num_events: int | None = None) -> Record:
         """The response as it is now."""
-        body, gateway = self.writer.shown, self._server.gateway.context.gateway
+        body, gateway = self.writer.shown, self._server.gateway.peers.gateway
         return Record(body, self._planned.items, gateway, num_events, self._state)
 
     def last(self) -> dict[str, Any]:

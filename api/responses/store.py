@@ -110,7 +110,7 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
 class StoredResponses:
     """The responses of all gateways, and the events of those that are streamed in the background.
 
-    `runs(name)`: whether this gateway, called `gateway`, runs a response.
+    `runs(name)`: whether this gateway runs a response.
     """
 
     def __init__(
@@ -119,7 +119,6 @@ class StoredResponses:
         peers: Peers,
         settings: ResponsesSettings,
         *,
-        gateway: str,
         runs: Callable[[str], bool],
     ) -> None:
         bounds: Any = {"ttl_s": settings.ttl_s, "max_nbytes": settings.max_mib << 20}
@@ -130,7 +129,6 @@ class StoredResponses:
         self.events: Final = store.bucket("events", list[bytes], version=_EVENTS_LAYOUT, **bounds)
         self._store = store
         self._peers = peers
-        self._gateway = gateway
         self._runs = runs
 
     def check_up(self) -> None:
@@ -205,7 +203,7 @@ class StoredResponses:
         """Whether it runs nowhere, though it is not over."""
         if record.is_over:
             return False
-        if record.gateway == self._gateway:
+        if record.gateway == self._peers.gateway:
             return not self._runs(record.id)
         return self._peers.is_gone(record.gateway)
 

@@ -89,19 +89,20 @@ class Write(NamedTuple):
 
 
 class StoreTerms(NamedTuple):
-    """How the broker keeps the buckets."""
+    """How the broker keeps the buckets, whose names begin with the store's."""
 
+    name: str
     is_in_memory: bool = False
     num_replicas: int = 1
 
 
 class Store:
-    """The buckets of one fleet at a gateway's broker. Belongs to its event loop."""
+    """The buckets of a gateway's broker. Belongs to its event loop."""
 
-    def __init__(self, bus: Bus, fleet: str, terms: StoreTerms | None = None) -> None:
+    def __init__(self, bus: Bus, terms: StoreTerms) -> None:
         self._bus = bus
-        self._subjects = Subjects.of(fleet)
-        self._terms = terms or StoreTerms()
+        self._subjects = Subjects.of(terms.name)
+        self._terms = terms
         self._waiting: dict[tuple[str, str], Write] = {}  # by bucket and key, the oldest first
         self._sent: dict[tuple[str, str], Write] = {}  # under way
         self._nbytes = 0  # of both
@@ -137,7 +138,13 @@ class Store:
 
         `is_json`: they have parts that clients give, whose numbers may be longer than msgpack has.
         """
-        spec = BucketSpec(self._subjects.bucket(name), ttl_s, max_nbytes, *self._terms)
+        spec = BucketSpec(
+            name=self._subjects.bucket(name),
+            ttl_s=ttl_s,
+            max_nbytes=max_nbytes,
+            is_in_memory=self._terms.is_in_memory,
+            num_replicas=self._terms.num_replicas,
+        )
         decode = Decoder(kind, f"a value of {name!r}", is_json=is_json)
         encoded = msgspec.json.encode if is_json else encode
         return Bucket(self, self._bus.buckets, spec, Layout(version, encoded, decode))

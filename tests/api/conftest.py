@@ -34,7 +34,7 @@ from mallee.gateway.records import SharedRecords
 from mallee.gateway.requests.deltas import Delta
 from mallee.gateway.requests.lives import BranchLife
 from mallee.gateway.requests.observers import Observer
-from mallee.gateway.store.store import Store
+from mallee.gateway.store.store import Store, StoreTerms
 from mallee.protocol.errors import MalleeError, NotFound, UnknownCapsule, UnknownRequest
 from mallee.protocol.hashing import Tokens, as_tokens
 from mallee.protocol.ids import CapsuleId, RequestId, Scope, WorkerId
@@ -183,7 +183,8 @@ class FakeService:
 
     block_size = 16
 
-    def __init__(self) -> None:
+    def __init__(self, gateway: str = "g0", hub: LocalHub | None = None) -> None:
+        """One of the gateways of a `hub`."""
         self.model = ModelSpec(
             name=MODEL,
             fingerprint="f" * 16,
@@ -198,14 +199,20 @@ class FakeService:
         self.gateway_metrics = GatewayMetrics()
         self.tasks = Tasks("a service")
         self.router = Router(RouterConfig(max_workers=8), clock=lambda: 0.0)
-        bus = LocalBus(LocalHub())
-        bus.signals.set_up(True)
-        self.store = Store(bus, "test")
+        self.hub = hub or LocalHub()
+        self.bus = LocalBus(self.hub)
+        self.bus.connect_now()
+        self.store = Store(self.bus, StoreTerms("test"))
         self.peers = Peers(
-            bus, gateway="g0", fleet="test", others=lambda: None, ids=SCOPES, clock=lambda: 0.0
+            self.bus,
+            gateway=gateway,
+            fleet="test",
+            others=lambda: None,
+            ids=SCOPES,
+            clock=lambda: 0.0,
         )
         self.records = SharedRecords(
-            bus,
+            self.bus,
             gateway="g0",
             fleet="test",
             others=lambda: None,
@@ -232,10 +239,7 @@ class FakeService:
     @property
     def context(self) -> Any:
         return SimpleNamespace(
-            gateway="g0",
-            model=self.model,
-            metrics=self.gateway_metrics,
-            wall_clock=lambda: CREATED + 5.5,
+            model=self.model, metrics=self.gateway_metrics, wall_clock=lambda: CREATED + 5.5
         )
 
     @property
@@ -425,7 +429,7 @@ def call_with(service: FakeService) -> Callable[..., Caller]:
 
 
 @pytest.fixture(scope="session")
-def fake_service() -> Callable[[], FakeService]:
+def fake_service() -> Callable[..., FakeService]:
     """Makes one."""
     return FakeService
 
