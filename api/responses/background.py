@@ -82,9 +82,9 @@ class Background:
 
     def end(self, tasks: Tasks) -> None:
         """Have it end soon."""
+        if self._answering is not None and not self._is_ending:
+            tasks.cancel(self._answering)  # once: a second time would break off what ends it
         self._is_ending = True
-        if self._answering is not None:
-            tasks.cancel(self._answering)
 
     async def follow(self, after: int) -> AsyncGenerator[bytes, None]:
         """Events from number `after` + 1 on, those to come too."""
@@ -132,7 +132,8 @@ class Background:
 
     async def _store_soon(self, tasks: Tasks) -> None:
         """Store what is new, some of it at once."""
-        await asyncio.sleep(BATCH_S)
+        assert self._answering is not None
+        await asyncio.wait([self._answering], timeout=BATCH_S)
         if self._status == "queued" and not self._record.is_over:
             await _until_stored(self._put)
         if self._revision is None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Final
 
 import msgspec
@@ -11,7 +12,7 @@ from mallee.api.responses.writing import failed, is_over
 from mallee.api.text.conversation import Conversation, Function, Message
 from mallee.gateway.peers import Peers
 from mallee.gateway.store.copies import CopiedBucket
-from mallee.gateway.store.store import Entry, Store, StoreAway
+from mallee.gateway.store.store import Entry, OtherLayout, Store, StoreAway
 from mallee.protocol.api.responses import ResponseSummary
 from mallee.protocol.errors import InvalidParameter, NotFound, Unavailable
 from mallee.protocol.ids import CapsuleId, Scope
@@ -153,7 +154,9 @@ class StoredResponses:
         """As `Bucket.put`, or its revision if it was put though that seemed to fail."""
         revision = await self._whole.put(scope, record.id, record, at=at)
         if revision is None:
-            entry = await self._whole.get(scope, record.id)
+            entry = None
+            with suppress(OtherLayout):
+                entry = await self._whole.get(scope, record.id)
             if entry is None or entry.value.body["status"] != record.body["status"]:
                 return None
             revision = entry.revision

@@ -92,6 +92,8 @@ class CopiedBucket(Generic[T]):
         if entry is None:
             return
         copy = _Copy(entry, self.bucket.nbytes(entry.value))
+        if copy.nbytes > self._max_nbytes:
+            return
         self._copies[scope, name] = copy
         self._nbytes += copy.nbytes
         while self._nbytes > self._max_nbytes:
