@@ -13,8 +13,8 @@ from mallee.cli.output import print_json
 from mallee.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mallee.cli.doctor.compare import Diagnosis, Difference
     from mallee.worker.model.config import ModelConfig
+    from mallee.worker.model.parity.compare import Diagnosis, Difference
 
 NUM_RANDOM_TOKENS = 24
 _BLOCK_SIZE = 16
@@ -60,9 +60,9 @@ def compare(
     console: Console, name: str, *, dtype: str, prompt: str | None, num_steps: int
 ) -> Compared:
     """Load the model twice and compute with both. Raises MalleeError."""
-    from mallee.cli.doctor.compare import examine, load_oracle
     from mallee.worker.model.loading.config_json import read_config
     from mallee.worker.model.loading.source import resolve_model
+    from mallee.worker.model.parity.compare import examine, load_oracle
     from mallee.worker.model.runner import load, resolve_dtype
 
     folder = resolve_model(name)

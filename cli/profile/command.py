@@ -20,7 +20,7 @@ from mallee.cli.output import print_json
 from mallee.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mallee.cli.profile.measure import Sweep
+    from mallee.mocker.measure import Sweep
     from mallee.protocol.model import ModelSpec
     from mallee.worker.model.runner import TorchForward
 
@@ -92,7 +92,7 @@ def profile(
         if target is not None:
             _check_target(option, target)
     require_serve_extra()
-    from mallee.cli.profile.measure import Sweep
+    from mallee.mocker.measure import Sweep
 
     console = Console(stderr=True)
     threads = threads or os.cpu_count() or 1
@@ -193,8 +193,8 @@ def _record(
     console: Console,
 ) -> int:
     """Write the trace of an engine's steps, and print the time of each phase. Returns their number."""
-    from mallee.cli.profile.measure import warm_up
     from mallee.cli.profile.steps import record_steps, save_trace, summary
+    from mallee.mocker.measure import warm_up
 
     warm_up(forward)
     record = partial(
@@ -217,7 +217,7 @@ def _measure(
     console: Console,
 ) -> float:
     """Write the times of passes. Returns their jitter."""
-    from mallee.cli.profile.measure import Profiler
+    from mallee.mocker.measure import Profiler
 
     sweep = wanted.fitted_to(forward.spec.max_model_len, forward.num_blocks, BLOCK_SIZE)
     with console.status("measuring ..."):

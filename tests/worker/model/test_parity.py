@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from mallee.cli.doctor.compare import Difference, examine, load_oracle
-from mallee.cli.doctor.tolerance import TOLERANCES
 from mallee.testing.random_model import RandomModel, random_model
 from mallee.worker.model import runner
 from mallee.worker.model.config import FAMILIES
+from mallee.worker.model.parity.compare import Difference, examine, load_oracle
+from mallee.worker.model.parity.tolerance import TOLERANCES
 from mallee.worker.model.runner import load
 from support.examples import examples
 

@@ -1,7 +1,7 @@
 """Compares our forward pass with transformers', site by site: where do they part first?
 
 One sequence, as a server computes it: the prompt in two chunks, then greedy steps over the cache. The
-oracle runs over the whole sequence at once, without a cache. Doesn't print (`model.py`).
+oracle runs over the whole sequence at once, without a cache.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,11 +12,11 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from mallee.cli.doctor.tolerance import TOLERANCES, Tolerance
 from mallee.protocol.errors import ConfigError
 from mallee.worker.forward import ForwardBatch, Row
 from mallee.worker.kv.sides.states import NO_STATE
 from mallee.worker.model.decoder import Site
+from mallee.worker.model.parity.tolerance import TOLERANCES, Tolerance
 from mallee.worker.model.runner import TorchForward
 
 _AT_OUTPUTS: tuple[Site, ...] = ("norm", "logits")
