@@ -370,15 +370,15 @@ class SessionSettings(Settings):
 
 
 class ResponsesSettings(Settings):
-    """Responses and conversations of `/v1`, in the gateways' store."""
+    """Stored responses and conversations of `/v1`, which all gateways keep in the store."""
 
-    max_mib: AtLeastOne = 256
-    """Of responses, of conversations, and of events of background responses, each;
-    beyond it the oldest are forgotten."""
+    max_mib: AtLeastOne = 1024
+    """Room in the store, for responses, for conversations, for their items and for events of background
+    responses each; beyond it the oldest go."""
     ttl_s: Positive = 86_400.0
-    """Seconds after which a response is forgotten, and a conversation that was not changed."""
+    """Seconds after which a response goes, and a conversation that did not change."""
     max_background: AtLeastOne = 256
-    """Background responses that run at once; more get 503."""
+    """Background responses that run at once at a gateway; more get 503."""
     max_tenant_background: AtLeastOne = 64
     """Of them, those of one tenant that a key names; more get 429."""
 
