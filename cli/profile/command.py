@@ -3,20 +3,18 @@
 import gc
 import os
 import platform
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
-import msgspec
 import typer
 from rich.console import Console
 
 import mallee
 from mallee.cli.options import JsonOption, check_file, require_serve_extra, version_of
-from mallee.cli.output import print_json
+from mallee.cli.output import answer, print_json
 from mallee.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -79,10 +77,7 @@ def profile(
     from mallee.mocker.timing.profiles import fits_table, fitted
 
     if fits:
-        if as_json:
-            print_json(msgspec.to_builtins(fitted()))
-        else:
-            sys.stdout.write("\n".join(fits_table()) + "\n")
+        answer(fitted(), "\n".join(fits_table()), as_json=as_json)
         return
     if model is None or (out is None and trace is None):
         raise ConfigError("profile: give MODEL and --to FILE or --trace FILE (or --fits)")

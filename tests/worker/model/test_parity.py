@@ -273,7 +273,7 @@ def test_a_right_model_agrees_at_every_site(
     ]
     sites = [(report.site, report.layer) for report in found.sites]
     assert sites == [("embed", None), *inside, ("norm", None), ("logits", None)]
-    assert all(0 <= r.mean_error <= r.max_error and r.excess < 1 for r in found.sites)
+    assert all(0 <= r.mean_error <= r.max_error and r.of_tolerance < 1 for r in found.sites)
     assert forward.decoder.tap is None
 
 

@@ -27,13 +27,13 @@ Values: TypeAlias = dict[Place, torch.Tensor]
 
 
 class SiteReport(NamedTuple):
-    """All positions at one site. `excess` is the largest share of the tolerance that was used."""
+    """All positions at one site. `of_tolerance` is the largest share of the tolerance that was used."""
 
     site: Site
     layer: int | None
     max_error: float
     mean_error: float
-    excess: float
+    of_tolerance: float
 
 
 class Difference(NamedTuple):
@@ -149,9 +149,9 @@ def _compare(
     errors = (found - expected).abs().nan_to_num(nan=torch.inf)
     worst = errors.amax(1)
     allowed = expected.abs().amax(1).clamp(min=1.0) * share
-    excess = worst / allowed
-    report = SiteReport(site, layer, float(worst.max()), float(errors.mean()), float(excess.max()))
-    bad = (excess > 1).nonzero()
+    used = worst / allowed
+    report = SiteReport(site, layer, float(worst.max()), float(errors.mean()), float(used.max()))
+    bad = (used > 1).nonzero()
     if not len(bad):
         return report, None
     row = int(bad[0])
