@@ -29,6 +29,7 @@ from mallee.gateway.access.access import Access
 from mallee.gateway.capsules.capsules import CapsuleInfo
 from mallee.gateway.metrics import GatewayMetrics
 from mallee.gateway.operator import decisions_body, workers_body
+from mallee.gateway.peers import Peers
 from mallee.gateway.records import SharedRecords
 from mallee.gateway.requests.deltas import Delta
 from mallee.gateway.requests.lives import BranchLife
@@ -202,6 +203,13 @@ class FakeService:
             fleet="test",
             others=lambda: None,
             belongs=SCOPES.belongs,
+        )
+        self.peers = Peers(
+            LocalBus(LocalHub()),
+            gateway="g0",
+            fleet="test",
+            others=lambda: None,
+            ids=SCOPES,
         )
         self.requests = self.operator = self
         self.sessions = SimpleNamespace(budget=lambda session, scope, parent: "")  # none has one

@@ -51,7 +51,7 @@ async def fleet() -> AsyncIterator[LiveFleet]:
 
     made = LiveFleet(SPEC, RouterConfig(block_size=16), num_blocks=4096, syncs=True, make_bus=bus)
     async with running(made, workers=2, gateways=2):
-        await until(lambda: all(each.records.has_others for each in made.gateways))
+        await until(lambda: all(each.peers.others for each in made.gateways))
         yield made
         for gateway in made.gateways:
             gateway.check()

@@ -160,7 +160,7 @@ async def test_the_parts_of_a_lost_worker_go_on_elsewhere() -> None:
 
 async def met(f: LiveFleet) -> None:
     """Both gateways know each other, and the capsule."""
-    await until(lambda: all(len(each.records._others()) == 1 for each in f.gateways))
+    await until(lambda: all(len(each.peers.others) == 1 for each in f.gateways))
     await until(lambda: all(router.stats().num_capsules == 1 for router in f.routers))
 
 
@@ -209,7 +209,7 @@ async def test_a_capsule_whose_text_nobody_knows_is_lost() -> None:
     async with fleet(gateways=2) as f:
         made = await make_capsule(f)
         one, two = f.gateways
-        await until(lambda: len(two.records._others()) == 1)
+        await until(lambda: len(two.peers.others) == 1)
         host = await lose(f, (await one.capsules.show(made.capsule, COMMON)).worker)
         one.memory.forget(made.capsule)
         for gateway in (one, two):

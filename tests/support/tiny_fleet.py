@@ -88,7 +88,7 @@ async def two_gateways(
     """
     options: Any = {"gateways": 2, "syncs": True, "ids": SCOPES}
     async with tiny_fleet(model, 1, num_blocks=num_blocks, **options) as fleet:
-        await until(lambda: all(len(each.records._others()) == 1 for each in fleet.gateways))
+        await until(lambda: all(len(each.peers.others) == 1 for each in fleet.gateways))
         async with (
             served(fleet.gateways[0], **settings) as (here, _),
             served(fleet.gateways[1], **settings) as (there, _),

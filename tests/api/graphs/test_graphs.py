@@ -395,7 +395,7 @@ async def two_clients() -> AsyncIterator[tuple[AsyncMallee, AsyncMallee, LiveFle
         AsyncMallee(here) as a,
         AsyncMallee(there) as b,
     ):
-        await until(lambda: all(len(each.records._others()) == 1 for each in fleet.gateways))
+        await until(lambda: all(len(each.peers.others) == 1 for each in fleet.gateways))
 
         def kill() -> None:
             kill_gateway(fleet, 0)
