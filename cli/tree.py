@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
-from mallee.cli.options import JsonOption, ModelOption, print_json, require_serve_extra
+from mallee.cli.options import JsonOption, ModelOption, require_serve_extra
+from mallee.cli.output import print_json
 from mallee.protocol.errors import InvalidParameter, from_wire
 
 if TYPE_CHECKING:
@@ -25,10 +26,6 @@ if TYPE_CHECKING:
     from mallee.worker.forward import Forward
 
 MAX_TEXTS = 4096
-
-
-def add_to(cli: typer.Typer) -> None:
-    cli.command()(tree)
 
 
 def tree(

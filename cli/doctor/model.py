@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from mallee.cli.options import JsonOption, print_json, require_serve_extra
+from mallee.cli.options import JsonOption, require_serve_extra
+from mallee.cli.output import print_json
 from mallee.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,10 +19,6 @@ if TYPE_CHECKING:
 NUM_RANDOM_TOKENS = 24
 _BLOCK_SIZE = 16
 _SHOWN_KEYS = 8
-
-
-def add_to(cli: typer.Typer) -> None:
-    cli.command()(doctor_model)
 
 
 def doctor_model(

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
@@ -16,7 +15,8 @@ import typer
 from rich.console import Console
 
 import mallee
-from mallee.cli.options import JsonOption, check_file, print_json, require_serve_extra
+from mallee.cli.options import JsonOption, check_file, require_serve_extra, version_of
+from mallee.cli.output import print_json
 from mallee.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,11 +27,6 @@ if TYPE_CHECKING:
 BLOCK_SIZE = 16
 
 Conditions: TypeAlias = dict[str, str | int | float]
-
-
-def add_to(cli: typer.Typer) -> None:
-    """Add the command."""
-    cli.command()(profile)
 
 
 def profile(
@@ -266,13 +261,5 @@ def _about(spec: "ModelSpec", device: str) -> dict[str, str]:
     if device.startswith("cuda"):
         found["device_name"] = torch.cuda.get_device_name(device)
         found["cuda"] = str(torch.version.cuda)
-        found["flashinfer"] = _installed("flashinfer-python") or "none"
+        found["flashinfer"] = version_of("flashinfer-python") or "none"
     return found
-
-
-def _installed(package: str) -> str | None:
-    """Its version, or None."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

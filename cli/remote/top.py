@@ -7,14 +7,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from mallee.cli.options import JsonOption, print_json
+from mallee.cli.options import JsonOption
+from mallee.cli.output import print_json
 from mallee.cli.remote.fleet import draw, take
 from mallee.cli.remote.service import DEFAULT_URL, TIMEOUT_S, UrlOption, open_client
 from mallee.cli.remote.watching import IntervalOption, watch
-
-
-def add_to(cli: typer.Typer) -> None:
-    cli.command()(top)
 
 
 def top(

@@ -23,6 +23,7 @@ from mallee.gateway.store.names import key_of, name_of
 from mallee.protocol.codec import Decoder, encode
 from mallee.protocol.errors import CodecError, Unavailable
 from mallee.protocol.ids import Scope
+from mallee.protocol.subjects import Subjects
 from mallee.runtime.bus.buckets import Buckets, BucketSpec, Stored, StoreFull
 from mallee.runtime.bus.bus import Bus
 from mallee.runtime.tasks import Tasks
@@ -85,15 +86,21 @@ class Write(NamedTuple):
         return _OVERHEAD_NBYTES + len(self.raw or b"")
 
 
+class StoreTerms(NamedTuple):
+    """How the broker keeps the buckets, whose names begin with the store's."""
+
+    name: str
+    is_in_memory: bool = False
+    num_replicas: int = 1
+
+
 class Store:
-    """The buckets of one gateway's broker. Belongs to its event loop.
+    """The buckets of a gateway's broker. Belongs to its event loop."""
 
-    `prefix` sets one fleet's buckets apart from those of others.
-    """
-
-    def __init__(self, bus: Bus, *, prefix: str) -> None:
+    def __init__(self, bus: Bus, terms: StoreTerms) -> None:
         self._bus = bus
-        self._prefix = prefix
+        self._subjects = Subjects.of(terms.name)
+        self._terms = terms
         self._waiting: dict[tuple[str, str], Write] = {}  # by bucket and key, the oldest first
         self._sent: dict[tuple[str, str], Write] = {}  # under way
         self._nbytes = 0  # of both
@@ -120,7 +127,13 @@ class Store:
         self, name: str, kind: type[T], *, version: int, ttl_s: float, max_nbytes: int
     ) -> "Bucket[T]":
         """The bucket of values of one kind. `version` (below 256) is that of the kind's layout."""
-        spec = BucketSpec(f"{self._prefix}_{name}", ttl_s, max_nbytes)
+        spec = BucketSpec(
+            name=self._subjects.bucket(name),
+            ttl_s=ttl_s,
+            max_nbytes=max_nbytes,
+            is_in_memory=self._terms.is_in_memory,
+            num_replicas=self._terms.num_replicas,
+        )
         return Bucket(self, self._bus.buckets, spec, Decoder(kind, f"a value of {name!r}"), version)
 
     async def flush(self, wait_s: float) -> bool:

@@ -18,6 +18,8 @@ class BucketSpec(NamedTuple):
     name: str
     ttl_s: float
     max_nbytes: int
+    is_in_memory: bool = False
+    num_replicas: int = 1
 
 
 class Stored(NamedTuple):
