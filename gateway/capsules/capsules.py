@@ -148,12 +148,12 @@ class Capsules:
         """As `show`; one whose prefill has failed has its `error`."""
         self.check_owner(capsule, scope)
         try:
-            entry = self._router.capsule(capsule)
+            info = self._info(self._router.capsule(capsule))
         except UnknownCapsule:
-            return await self._find_elsewhere(capsule, scope)
-        if not entry.is_computing:
+            info = await self._find_elsewhere(capsule, scope)
+        if info.worker is not None and not info.is_computing:
             self.texts.want(capsule, scope)
-        return self._info(entry)
+        return info
 
     async def inspect(self, capsule: CapsuleId, scope: Scope) -> CapsuleInfo:
         """As `find`, with what its worker says of it, if that answers soon."""
@@ -209,27 +209,33 @@ class Capsules:
         if not self._context.ids.belongs(capsule, scope):
             raise UnknownCapsule(capsule)
 
-    async def learn(self, capsule: CapsuleId, scope: Scope) -> None:
+    async def learn(self, capsule: CapsuleId, scope: Scope, *, is_kept: bool = False) -> None:
         """Return when forks of `capsule` can be placed here, if another gateway made or promised it.
 
-        Raises as `show`, and Unavailable.
+        Of one whose forks are to be kept, the text is here then, if it can be had. Raises as `show`, and
+        Unavailable.
         """
         self.check_owner(capsule, scope)
         self.texts.renew(capsule)
-        if not self._dispatcher.lacks(capsule):
-            return
-        try:
-            async with asyncio.timeout(PROMISE_S):
-                while (info := await self.show(capsule, scope)).is_computing:
-                    if not self._dispatcher.lacks(capsule):
-                        return
-                    await self._change(info, scope)
-        except TimeoutError:
-            raise Unavailable(
-                f"no worker has begun to compute the capsule for {PROMISE_S:g} s; retry later"
-            ) from None
-        if self._dispatcher.lacks(capsule):  # its worker may be leaving
-            await self.texts.fetch(capsule, scope)
+        if self._dispatcher.lacks(capsule):
+            try:
+                async with asyncio.timeout(PROMISE_S):
+                    await self._await_worker(capsule, scope)
+            except TimeoutError:
+                raise Unavailable(
+                    f"no worker has begun to compute the capsule for {PROMISE_S:g} s; retry later"
+                ) from None
+            if self._dispatcher.lacks(capsule):  # its worker may be leaving
+                await self.texts.fetch(capsule, scope)
+        if is_kept:
+            await self.remember(capsule, scope)
+
+    async def _await_worker(self, capsule: CapsuleId, scope: Scope) -> None:
+        """Return when a worker computes or has a capsule, or its text can be had."""
+        while (info := await self.show(capsule, scope)).is_computing:
+            if not self._dispatcher.lacks(capsule):
+                return
+            await self._change(info, scope)
 
     async def _find_elsewhere(self, capsule: CapsuleId, scope: Scope) -> CapsuleInfo:
         """A capsule that no worker has, as far as is known here."""
@@ -455,7 +461,10 @@ class Capsules:
             async with asyncio.timeout(CHANGE_S):
                 while known is not None and self._state(capsule) == known:
                     await self.changes.wait(capsule)
+        self._shell.check_open()
         state = self._state(capsule)
+        if state is None and known is not None:
+            raise CapsuleAbandoned(capsule)
         return None if state is None else encode(state)
 
     async def _hear_released(self, name: str, scope: Scope, _: bytes) -> bytes | None:

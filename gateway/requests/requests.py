@@ -28,7 +28,7 @@ from mallee.protocol.hashing import Tokens
 from mallee.protocol.ids import CapsuleId, RequestId, Scope, account_of
 from mallee.protocol.messages import Capture
 from mallee.router.dispatch.inboxes import Injection
-from mallee.router.dispatch.jobs import Job
+from mallee.router.dispatch.jobs import ForkJob, Job
 from mallee.router.dispatch.token_memory import TokenMemory
 from mallee.router.dispatch.verdicts import RecentPrompts
 from mallee.runtime.telemetry.logs import ids, session_digest
@@ -131,7 +131,8 @@ class Requests:
         began = self._context.clock()
         self._shell.check_open()
         if job.capsule is not None:
-            await self._capsules.learn(job.capsule, job.scope)
+            is_kept = isinstance(job, ForkJob) and job.keep_s is not None
+            await self._capsules.learn(job.capsule, job.scope, is_kept=is_kept)
         session = await self._record_of(job) if job.terms.is_recorded else None
         self._shell.check_open()
         name = name or self._context.ids.new(job.scope)

@@ -200,6 +200,9 @@ class Dispatcher:
             if job.makes is not None:
                 self._rebuilds.end(job.makes)
             raise
+        if job.makes is not None and (log := self._texts.log(job, 0)) is not None:
+            ttl_s = job.ttl_s if isinstance(job, PrefillJob) else None
+            log.note(job.makes, 0, job.prompt_tokens, ttl_s)
 
     def cancel(self, request: RequestId, branch: int | None = None) -> None:
         """The client gave up `branch`, or all that was left. Ignored if that is over."""
@@ -589,9 +592,6 @@ class Dispatcher:
 
     def _promise(self, shard: Shard, capsule: CapsuleId) -> None:
         """Have forks of the capsule that `shard` makes follow it to its worker."""
-        if shard.log is not None:
-            ttl_s = shard.job.ttl_s if isinstance(shard.job, PrefillJob) else None
-            shard.log.note(capsule, 0, shard.job.prompt_tokens, ttl_s)
         self._learn_computing(shard, capsule)
         self._let_go(capsule)
 
@@ -615,8 +615,6 @@ class Dispatcher:
 
     def _recall(self, shard: Shard, capsule: CapsuleId) -> None:
         """A shard is over that has not made the capsule that it promised; another one may."""
-        if shard.log is not None:
-            shard.log.drop(capsule)
         self._router.forget_capsule(capsule)
         if shard.state.open:
             self._rebuilds.begin(capsule)
@@ -632,6 +630,8 @@ class Dispatcher:
         if state.is_made:
             self._let_go(capsule)
             return
+        if (log := self._texts.log(state.job, 0)) is not None:
+            log.drop(capsule)
         broken = self._broken.get(capsule)
         error = CapsuleAbandoned(capsule) if broken is None else broken.error
         assert error is not None, "it is broken by an error"

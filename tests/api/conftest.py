@@ -211,13 +211,6 @@ class FakeService:
             others=lambda: None,
             belongs=SCOPES.belongs,
         )
-        self.peers = Peers(
-            LocalBus(LocalHub()),
-            gateway="g0",
-            fleet="test",
-            others=lambda: None,
-            ids=SCOPES,
-        )
         self.requests = self.operator = self
         self.sessions = SimpleNamespace(budget=lambda session, scope, parent: "")  # none has one
         self.started = threading.Event()

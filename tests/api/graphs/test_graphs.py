@@ -29,7 +29,7 @@ from mallee.testing.random_model import random_model
 from support.graph_runs import CHAT, DOC, GREEDY, nothing_left, times_add_up
 from support.live_api import served
 from support.live_fleet import LiveFleet, kill_gateway, lose, running
-from support.plain_ids import SCOPES
+from support.plain_ids import scopes_at
 from support.tiny_fleet import tiny_fleet
 from support.waiting import elapse, until, until_asked
 
@@ -389,7 +389,7 @@ async def test_a_budget_bounds_the_whole_graph() -> None:
 async def two_clients() -> AsyncIterator[tuple[AsyncMallee, AsyncMallee, LiveFleet, "Entry"]]:
     """A client of each of two gateways, and an entry before the first, by which clients find another."""
     async with (
-        tiny_fleet(MODEL, 1, gateways=2, syncs=True, ids=SCOPES) as fleet,
+        tiny_fleet(MODEL, 1, gateways=2, syncs=True, ids=scopes_at) as fleet,
         served(fleet.gateways[0]) as (here, server),
         served(fleet.gateways[1]) as (there, _),
         AsyncMallee(here) as a,
