@@ -27,6 +27,7 @@ def declared() -> "Mapping[str, Mapping[str, Family]]":
 
     gateway = GatewayMetrics()
     gateway.show_router(_nothing, _nothing)
+    gateway.show_store(None)
     every = Families().declared
     of = {
         "gateway": gateway.registry,

@@ -63,7 +63,12 @@ class Gateway:
         self.memory: Final = memory
         self.shell: Final = Shell(context, dispatcher, transport)
         links = self.shell.links
-        self.store: Final = Store(context.bus, store or StoreTerms(context.fleet))
+        self.store: Final = Store(
+            context.bus,
+            store or StoreTerms(context.fleet),
+            context.metrics.stored,
+            context.clock,
+        )
         self.peers: Final = Peers(
             context.bus,
             gateway=context.gateway,
@@ -101,6 +106,7 @@ class Gateway:
         if recorder is not None:
             self.tasks.include(recorder.tasks)
             self.capsules.watch(recorder)
+        context.metrics.show_store(self.store)
         context.metrics.show_router(
             router.stats, dispatcher.stats, links.replica_stats, self.records.outcomes
         )

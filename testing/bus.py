@@ -116,6 +116,8 @@ class KeptValues:
         self.buckets: dict[str, dict[str, Stored]] = {}
         self.revision = 0
         self.is_full = False
+        self.loses_answers = False
+        """Whether writes are carried out, and nobody hears of it."""
         self.news = asyncio.Event()  # replaced at each put
         self._times: dict[int, float] = {}  # of puts, by revision
 
@@ -159,12 +161,19 @@ class LocalBuckets:
             raise StoreFull("no room is left")
         if revision is not None and revision != (before.revision if before is not None else 0):
             return None
-        return self._kept.put(bucket, key, value, asyncio.get_running_loop().time())
+        made = self._kept.put(bucket, key, value, asyncio.get_running_loop().time())
+        self._check_answer()
+        return made
+
+    def _check_answer(self) -> None:
+        if self._kept.loses_answers:
+            raise TimeoutError("no answer came")
 
     async def delete(self, bucket: BucketSpec, key: str) -> None:
         values = await self._values(bucket)
         for each in [each for each in values if _is_at(each, key)]:
             del values[each]
+        self._check_answer()
 
     async def keys(self, bucket: BucketSpec, prefix: str) -> list[str]:
         return [key for key in await self._values(bucket) if key != prefix and _is_at(key, prefix)]

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 import typer
-from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 from mallee import __version__
 from mallee.cli.options import COMPUTING_PACKAGES, SERVING_PACKAGES, JsonOption, version_of
-from mallee.cli.output import grid, print_json
+from mallee.cli.output import answer, grid
 from mallee.cli.remote.service import DEFAULT_URL, UrlOption, open_client
 from mallee.client import ConnectionFailed, InvalidParameter
 from mallee.protocol.errors import ConfigError
@@ -51,21 +51,18 @@ def doctor(
     """
     findings = list(examine(url))
     faults = sum(each.verdict == "fault" for each in findings)
-    if as_json:
-        body = {"faults": faults, "findings": [each._asdict() for each in findings]}
-        print_json(body)
-    else:
-        show(Console(highlight=False), findings)
+    body = {"faults": faults, "findings": [each._asdict() for each in findings]}
+    answer(body, table(findings), as_json=as_json)
     if faults:
         raise typer.Exit(1)
 
 
-def show(console: Console, findings: list[Finding]) -> None:
+def table(findings: list[Finding]) -> Table:
     rows = []
     for each in findings:
         told = escape(each.found) + (f"\n[bold]{escape(each.remedy)}[/]" if each.remedy else "")
         rows.append((f"[{_LOOKS[each.verdict]}]{each.verdict}[/]", each.name, told))
-    console.print(grid(("verdict", "name", "finding"), rows, show_header=False))
+    return grid(("verdict", "name", "finding"), rows, show_header=False)
 
 
 def examine(url: str) -> Iterator[Finding]:

@@ -195,7 +195,7 @@ async def test_what_waits_while_its_gateway_closes_is_refused_and_hangs_nowhere(
 
 
 async def _silent(name: str, scope: Scope, given: bytes) -> bytes | None:
-    await asyncio.sleep(60.0)
+    await elapse(60.0)
     return None
 
 
