@@ -126,7 +126,7 @@ class Subjects(NamedTuple):
         return f"{self.root.replace('.', '_')}_{name}"
 
     def _kept(self, bucket: str) -> tuple[str, ...]:
-        """What it takes to make, read, write and follow a bucket."""
+        """Subjects to make, read, write and follow a bucket."""
         stream, api = f"KV_{bucket}", "$JS.API"
         return (
             f"$KV.{bucket}.>",

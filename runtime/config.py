@@ -385,7 +385,7 @@ class ResponsesSettings(Settings):
 
 
 class StoreSettings(Settings):
-    """What clients can name, which all gateways keep in the broker (JetStream of NATS)."""
+    """The store of all gateways in the broker (JetStream of NATS), for what clients can name."""
 
     name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_-]+$")
     """Name in those of the broker's streams; by default the fleet's. Fleets with one name, and one

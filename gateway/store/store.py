@@ -87,7 +87,7 @@ class Write(NamedTuple):
 
 
 class StoreTerms(NamedTuple):
-    """How the broker keeps the buckets, whose names begin with the store's."""
+    """Terms of the buckets at the broker, whose names begin with the store's."""
 
     name: str
     is_in_memory: bool = False
