@@ -6,8 +6,8 @@ its gateway's memory alone, which tells it when another gateway asks.
 
 A text stays for `TTL_S` after its capsule was made or last forked. That is twice the longest time without
 use that `http.max_ttl_s` allows by default; a capsule that is kept until it is deleted, and that nobody forks
-for so long, is lost if its worker is. A released one stays so long as well, as released: so no gateway
-computes it from a text that it remembers, and texts that begin with its own stay whole.
+for so long, is lost if its worker is. That a capsule was released stays known as long, so that no gateway
+computes it from a text that it remembers; its tokens stay if other texts may begin with them.
 """
 
 import logging
@@ -31,7 +31,7 @@ from mallee.runtime.tasks import Tasks
 log = logging.getLogger(__name__)
 
 TTL_S: Final = 172_800.0
-MAX_NBYTES: Final = 1 << 30
+MAX_NBYTES: Final = 256 << 20
 MAX_DEPTH: Final = 16  # of texts that a text begins with: it is read one by one
 MAX_TOLD_NBYTES: Final = 512 << 10  # of a text in an answer; a longer one goes by the store
 RELEASE_S: Final = 1.0  # for the store to have a release, before the client is answered
@@ -92,6 +92,8 @@ class CapsuleTexts:
         base = None if path is None else path.stored
         if base is None or base.depth >= MAX_DEPTH or base.since < now - TTL_S / 2:
             base, tails = None, [entry.path.tokens()]
+        elif path is not None:
+            path.is_continued = True
         return StoredText(
             tokens=b"".join(map(pack_tokens, reversed(tails))),
             scope=entry.path.scope,
@@ -157,6 +159,7 @@ class CapsuleTexts:
             if each.tokens or path is None:
                 path = TokenPath(path, unpack_tokens(each.tokens), each.scope)
                 path.stored = StoredAs(name, each.edition, each.depth, each.since)
+                path.is_continued = True  # as far as this gateway knows
         assert path is not None, "it has at least its own text"
         self._take(capsule, rest[0][1], path)
         return rest[0][1]
@@ -183,11 +186,12 @@ class CapsuleTexts:
     async def release(self, capsule: CapsuleId, scope: Scope) -> None:
         """Have no gateway compute `capsule` again, from when the store has it on."""
         text, entry = StoredText(), self._memory.get(capsule)
+        stored = None if entry is None else entry.path.stored
         if entry is None:
             with suppress(StoreAway):
                 found = await self._bucket.get(scope, capsule)
                 text = text if found is None else found.value
-        elif (stored := entry.path.stored) is not None and stored.capsule == capsule:
+        elif stored is not None and stored.capsule == capsule and self._may_begin(entry.path):
             text = self._packed(capsule, entry, stored.edition)
         self._memory.forget(capsule)
         self._bucket.put_soon(scope, capsule, structs.replace(text, is_released=True))
@@ -208,6 +212,10 @@ class CapsuleTexts:
             log.info("the text of a capsule was not told: %s", error)
         finally:
             self._wanted.discard(capsule)
+
+    def _may_begin(self, path: TokenPath) -> bool:
+        """Whether another stored text may begin with that of `path`."""
+        return path.is_continued or bool(self._peers.others)
 
     def _remembered(self, capsule: CapsuleId, edition: int) -> TokenPath | None:
         entry = self._memory.get(capsule)

@@ -29,7 +29,7 @@ class StoredAs(NamedTuple):
 class TokenPath:
     """Tokens after those of `parent`. Counted by its memory while an entry or a longer path is there."""
 
-    __slots__ = ("length", "num_users", "parent", "scope", "stored", "tail")
+    __slots__ = ("is_continued", "length", "num_users", "parent", "scope", "stored", "tail")
 
     def __init__(self, parent: "TokenPath | None", tail: Tokens, scope: Scope) -> None:
         self.parent = parent
@@ -38,6 +38,7 @@ class TokenPath:
         self.length: int = len(tail) + (parent.length if parent is not None else 0)
         self.num_users = 0
         self.stored: StoredAs | None = None
+        self.is_continued = False  # another stored text may begin with it
 
     @property
     def nbytes(self) -> int:

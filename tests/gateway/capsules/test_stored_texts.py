@@ -164,6 +164,22 @@ async def test_a_released_capsule_is_none_and_those_that_begin_with_it_are_whole
         await two.texts.check(capsule, A)
 
 
+async def test_a_released_text_is_gone_from_the_store_where_no_other_begins_with_it() -> None:
+    hub = LocalHub()
+    alone = Side(hub, "g0", [])
+    await alone.bus.connect()
+    parent, path = await alone.keep(path_of(PROMPT))
+    lone, _ = await alone.keep(path_of(PROMPT[::-1].copy()))
+    child, _ = await alone.keep(path_of(as_tokens([1]), path))
+    for capsule in (parent, lone):
+        await alone.texts.release(capsule, A)
+    await alone.store.flush(1.0)
+    assert sorted(size > 4 * len(PROMPT) for size in alone.sizes()) == [False, False, True]
+    alone.memory.forget(child)
+    assert await alone.tokens(child) == [*PROMPT.tolist(), 1]
+    await alone.store.close(0.0)
+
+
 async def test_another_text_under_the_same_id_spoils_no_other(sides: list[Side]) -> None:
     """An answer that is cut where its client saw its last text. One that is computed again is the same."""
     one, two, _ = sides
