@@ -19,6 +19,8 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Final, Generic, Literal, NamedTuple, TypeVar
 
+import msgspec
+
 from mallee.gateway.store.names import key_of, name_of
 from mallee.protocol.codec import Decoder, encode
 from mallee.protocol.errors import CodecError, Unavailable
@@ -113,6 +115,7 @@ class Store:
         self._waiting: dict[tuple[str, str], Write] = {}  # by bucket and key, the oldest first
         self._sent: dict[tuple[str, str], Write] = {}  # under way
         self._nbytes = 0  # of both
+        self._settling: dict[tuple[str, str], asyncio.Event] = {}  # that are waited for
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self.num_refused = 0  # writes that found no room
@@ -133,9 +136,19 @@ class Store:
         return self._nbytes
 
     def bucket(
-        self, name: str, kind: type[T], *, version: int, ttl_s: float, max_nbytes: int
+        self,
+        name: str,
+        kind: type[T],
+        *,
+        version: int,
+        ttl_s: float,
+        max_nbytes: int,
+        is_json: bool = False,
     ) -> "Bucket[T]":
-        """The bucket of values of one kind. `version` (below 256) is that of the kind's layout."""
+        """The bucket of values of one kind. `version` (below 256) is that of the kind's layout.
+
+        `is_json`: they have parts that clients give, whose numbers may be longer than msgpack has.
+        """
         spec = BucketSpec(
             name=self._subjects.bucket(name),
             ttl_s=ttl_s,
@@ -143,7 +156,9 @@ class Store:
             is_in_memory=self._terms.is_in_memory,
             num_replicas=self._terms.num_replicas,
         )
-        return Bucket(self, self._bus.buckets, spec, Decoder(kind, f"a value of {name!r}"), version)
+        decode = Decoder(kind, f"a value of {name!r}", is_json=is_json)
+        encoded = msgspec.json.encode if is_json else encode
+        return Bucket(self, self._bus.buckets, spec, Layout(version, encoded, decode))
 
     @contextmanager
     def asking(self, how: Literal["read", "write"]) -> Iterator[None]:
@@ -161,6 +176,17 @@ class Store:
         try:
             async with asyncio.timeout(wait_s):
                 await self._is_idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def settled(self, spec: BucketSpec, key: str, wait_s: float) -> bool:
+        """As `flush`, for the writes of one key."""
+        if self.pending(spec, key) is None:
+            return True
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._settling.setdefault((spec.name, key), asyncio.Event()).wait()
         except TimeoutError:
             return False
         return True
@@ -206,6 +232,8 @@ class Store:
                 self._nbytes -= self._sent[place].nbytes
                 self._sent[place] = newer
         self._nbytes -= self._sent.pop(place).nbytes
+        if place not in self._waiting and (settling := self._settling.pop(place, None)):
+            settling.set()
         self._begin()
 
     async def _is_put(self, write: Write) -> bool:
@@ -221,20 +249,25 @@ class Store:
         return True
 
 
+class Layout(NamedTuple, Generic[T]):
+    """The form of a kind's values."""
+
+    version: int
+    encode: Callable[[T], bytes]
+    decode: Decoder[T]
+
+
 class Bucket(Generic[T]):
     """The values of one kind, of all scopes.
 
     Methods that wait raise StoreAway; those that read, OtherLayout.
     """
 
-    def __init__(
-        self, store: Store, buckets: Buckets, spec: BucketSpec, decode: Decoder[T], version: int
-    ) -> None:
+    def __init__(self, store: Store, buckets: Buckets, spec: BucketSpec, layout: Layout[T]) -> None:
         self._store = store
         self._buckets = buckets
         self._spec = spec
-        self._decode = decode
-        self._version = version
+        self._layout = layout
 
     async def get(self, scope: Scope, name: str, known: Entry[T] | None = None) -> Entry[T] | None:
         """The value as it is now: `known` itself, if that is it still. None: there is none."""
@@ -260,9 +293,17 @@ class Bucket(Generic[T]):
         """Forget it, and all below it, in the background."""
         self._store.write_soon(Write(self._spec, key_of(scope, name), None))
 
+    async def settled(self, scope: Scope, name: str, wait_s: float) -> bool:
+        """Wait until all writes of a name are in the store; False: they were not within `wait_s`."""
+        return await self._store.settled(self._spec, key_of(scope, name), wait_s)
+
     async def names(self, scope: Scope) -> list[str]:
         """All names of `scope`, in order."""
         return sorted(map(name_of, await self._keys(key_of(scope))))
+
+    def nbytes(self, value: T) -> int:
+        """As it is stored."""
+        return len(self._packed(value))
 
     # Values below a name, in an order of their own: events, nodes of a tree
 
@@ -287,6 +328,11 @@ class Bucket(Generic[T]):
                         yield name_of(key), entry.value
         except (ConnectionError, TimeoutError) as error:
             raise StoreAway(str(error)) from error
+
+    async def get_below(self, scope: Scope, name: str, below: str) -> T | None:
+        """A value below `name`."""
+        entry = await self._get(key_of(scope, name, below), None)
+        return None if entry is None else entry.value
 
     async def all_below(self, scope: Scope, name: str) -> dict[str, T]:
         """The values below `name` now."""
@@ -330,12 +376,13 @@ class Bucket(Generic[T]):
         return None if raw is None else Entry(self._read(raw), stored.revision)
 
     def _packed(self, value: T) -> bytes:
-        return bytes((self._version,)) + encode(value)
+        return bytes((self._layout.version,)) + self._layout.encode(value)
 
     def _read(self, raw: bytes) -> T:
-        if raw[:1] != bytes((self._version,)):
-            raise OtherLayout(self._spec.name, raw[0] if raw else -1, self._version)
-        return self._decode(raw[1:])
+        version = self._layout.version
+        if raw[:1] != bytes((version,)):
+            raise OtherLayout(self._spec.name, raw[0] if raw else -1, version)
+        return self._layout.decode(raw[1:])
 
 
 _WHOLE: Final = b"\x00"
