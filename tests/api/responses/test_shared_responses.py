@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 from mallee.api.responses.conversations import Talk
 from mallee.api.responses.store import Left, Record, State
+from mallee.api.responses.writing import opening
 from mallee.api.text.chat import ChatTemplate
 from mallee.api.text.conversation import Conversation, Function, Message, ToolCall
 from mallee.api.text.families import FAMILIES
+from mallee.protocol.api.responses import ResponseRequest
 from mallee.protocol.codec import Decoder
 from mallee.protocol.errors import CodecError
 from mallee.protocol.ids import CapsuleId
@@ -309,7 +311,8 @@ def record() -> Record:
         (Message("system", "Be brief."),), (Function("look", "", {"a": [1]}),), {"date": "today"}
     )
     left = Left(CapsuleId("req_1.0"), 7, pack_tokens([1, 2, 3]), 5, 0)
-    return Record({"id": "resp_1"}, [{"type": "x"}], "g0", None, State.of(head, turns, left))
+    body = opening(ResponseRequest(input="hi"), "resp_1", 1, "m", tools=[], conversation=None)
+    return Record(body, [{"type": "x"}], "g0", None, State.of(head, turns, left))
 
 
 decode = Decoder(Record, "a response", is_json=True)
