@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 from starlette.requests import Request
@@ -22,6 +23,7 @@ from mallee.api.responses.turns import PlannedTurn, TurnMaker
 from mallee.api.responses.writing import Writer, opening, sse
 from mallee.api.serve import Server, json_response
 from mallee.api.sse import EventStream, unless_gone
+from mallee.gateway.peers import PeerSilent
 from mallee.gateway.store.store import StoreAway
 from mallee.protocol.api.responses import ResponseDeleted, ResponseList, ResponseRequest
 from mallee.protocol.errors import (
@@ -295,7 +297,8 @@ class Responses:
         if record.gateway == self._peers.gateway:
             await self._end_here(record.id)
         else:
-            await self._peers.ask(record.gateway, _END, record.id, scope, wait_s=END_S)
+            with suppress(PeerSilent):  # it may have gone meanwhile, or have ended it
+                await self._peers.ask(record.gateway, _END, record.id, scope, wait_s=END_S)
         found = (await self._stored.find(record.id, scope)).value
         if not found.is_over:
             raise Unavailable(
