@@ -31,7 +31,14 @@ class Side:
         self.ids = scopes_at(name)
         self.memory = TokenMemory(64 << 20)
         self.store = Store(self.bus, StoreTerms("f"))
-        self.peers = Peers(self.bus, gateway=name, fleet="f", others=lambda: others, ids=self.ids)
+        self.peers = Peers(
+            self.bus,
+            gateway=name,
+            fleet="f",
+            others=lambda: others,
+            ids=self.ids,
+            clock=lambda: 0.0,
+        )
         context: Any = SimpleNamespace(wall_clock=lambda: self.now)
         self.tasks = Tasks(name)
         self.texts = CapsuleTexts(context, self.store, self.peers, self.memory, self.tasks)
