@@ -118,7 +118,7 @@ def _check_listening(access: Access) -> None:
 
 def build_application(config: AppConfig) -> Application:
     """The application that `config` describes."""
-    broker = Broker.bind(config.fleet, config.telemetry) if config.nats_url is None else None
+    broker = None if config.nats_url is not None else Broker.bind(config)
     workers = Worker.options(
         **_number_of_workers(config),
         ray_actor_options={
@@ -164,12 +164,10 @@ def _number_of_workers(config: AppConfig) -> dict[str, Any]:
 class BrokerReplica:
     """Owns the nats-server child. Its clients must run on the same node."""
 
-    async def __init__(  # type: ignore[misc] # Serve awaits it
-        self, fleet: str, telemetry: TelemetrySettings
-    ) -> None:
+    async def __init__(self, config: AppConfig) -> None:  # type: ignore[misc] # Serve awaits it
         from mallee.runtime.bus.broker import start_broker
 
-        _set_up_logs(telemetry, "broker", fleet)
+        _set_up_logs(config.telemetry, "broker", config.fleet)
         store, key = cluster.RayStore(), f"broker:{_app_name()}"
         # Port and passwords of the one before, if that port is free: its clients just reconnect.
         kept = await asyncio.to_thread(store.get, key)
@@ -178,7 +176,9 @@ class BrokerReplica:
             if kept
             else (free_port(), Passwords.new())
         )
-        self._server = await start_broker(port, fleet=fleet, passwords=passwords)
+        self._server = await start_broker(
+            port, fleet=config.fleet, passwords=passwords, folder=config.store_folder
+        )
         now = msgspec.json.encode((self._server.port, passwords)).decode()
         await asyncio.to_thread(store.put, key, now)
 

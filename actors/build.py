@@ -310,6 +310,7 @@ async def build_gateway(
     from mallee.gateway.metrics import GatewayMetrics
     from mallee.gateway.sessions.sessions import SessionLimits
     from mallee.gateway.shell import GatewayContext
+    from mallee.gateway.store.store import StoreTerms
 
     access, scopes = open_access(config), build_ids(secret, name)
     metrics, tracing = GatewayMetrics(name), open_tracing("gateway", name)
@@ -335,6 +336,11 @@ async def build_gateway(
         expected_workers=config.num_workers,
         admission=admission_config(config, access),
         sessions=SessionLimits(config.sessions.max_nodes, config.sessions.ttl_s),
+        store=StoreTerms(
+            name=config.store.name or config.fleet,
+            is_in_memory=config.store.storage == "memory",
+            num_replicas=config.store.replicas,
+        ),
         token_memory_nbytes=config.routing.token_memory_mb << 20,
         recorder=recorder,
         files=files.files,

@@ -1,6 +1,7 @@
-"""The app's secret: of the operator's file, or Ray's, and then also in a file beside the disk of capsules.
+"""The app's secret: of the operator's file, or Ray's, and then also in a file beside what outlives Ray.
 
-Ray's store ends with Ray. Capsules on a disk outlive it, and their ids are tagged by the secret.
+Ray's store ends with Ray. Capsules on a disk and what gateways store outlive it, and their ids and scopes are
+tagged by the secret.
 """
 
 import logging
@@ -34,10 +35,16 @@ def build_ids(secret: Secret, gateway: str = "") -> Scopes:
 
 
 def file_of(config: AppConfig) -> Path | None:
-    """The file beside the disk with the app's secret; None without a disk, or with `links.secret_file`."""
-    if config.engine.disk_path is None or config.links.secret_file is not None:
+    """The file with the app's secret, beside the disk or else the store of our own broker.
+
+    None: with neither, or with `links.secret_file`.
+    """
+    if config.links.secret_file is not None:
         return None
-    return Path(config.disk_place("secret"))
+    if config.engine.disk_path is not None:
+        return Path(config.disk_place("secret"))
+    folder = config.store_folder
+    return folder and folder / "secret"
 
 
 def take_secret(
@@ -55,6 +62,9 @@ def take_secret(
     if (given := config.links.secret_file) is not None:
         return read_secret(Path(given))
     file = file_of(config)
+    has_disk = (
+        has_disk or config.engine.disk_path is None
+    )  # our broker is on the one node that there is
     may_make = file is None or (has_disk and is_one_node())
     return Secret(secret_of(store, app, file if has_disk else None, may_make=may_make))
 
@@ -83,17 +93,18 @@ def secret_of(
     kept = bytes.fromhex(store.get(key) or "")
     if not kept:
         raise ConfigError(
-            f"{file or 'the secret'}, which ids of durable capsules are tagged by, {lack}: give"
+            f"{file or 'the secret'}, which ids of what is kept are tagged by, {lack}: give"
             " links.secret_file, with the same content on every node"
         )
     if file is not None and not found:
         try:
             found = keep_secret(file, kept)
         except OSError as error:
-            log.error("%s can't be written, so the disk is not used: %s", file, error.strerror)
+            text = "%s can't be written, so nothing beside it is used when Ray starts anew: %s"
+            log.error(text, file, error.strerror)
     if found not in (b"", kept):
         raise ConfigError(
-            f"{file} is another secret than Ray keeps for the app {app!r}, so capsules on that disk would be"
+            f"{file} is another secret than Ray keeps for the app {app!r}, so what is kept there would be"
             f" unknown: give links.secret_file={str(file)!r}, or start Ray anew"
         )
     return kept

@@ -294,6 +294,9 @@ def build_api(
     app = App(_routes(api))
     app.add_middleware(
         IdempotencyMiddleware,
+        store=gateway.store,
+        peers=gateway.peers,
+        owner=entry.scopes.scope,
         ttl_s=limits.replay_ttl_s,
         max_nbytes=limits.replay_max_mib << 20,
         max_body_bytes=limits.max_body_bytes,

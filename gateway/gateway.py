@@ -10,7 +10,7 @@ from mallee.gateway.records import SharedRecords
 from mallee.gateway.requests.requests import Requests
 from mallee.gateway.sessions.sessions import GatewaySessions, SessionLimits
 from mallee.gateway.shell import GatewayContext, Shell
-from mallee.gateway.store.store import Store
+from mallee.gateway.store.store import Store, StoreTerms
 from mallee.router.dispatch.dispatcher import DispatchConfig, Dispatcher
 from mallee.router.dispatch.queue import AdmissionConfig
 from mallee.router.dispatch.texts import TokenTexts
@@ -36,6 +36,7 @@ class Gateway:
         expected_workers: int = 1,
         admission: AdmissionConfig | None = None,
         sessions: SessionLimits | None = None,
+        store: StoreTerms | None = None,
         token_memory_nbytes: int = 256 << 20,
         recorder: Recorder | None = None,
         files: CapsuleFiles | None = None,
@@ -59,7 +60,12 @@ class Gateway:
         self.memory: Final = memory
         self.shell: Final = Shell(context, dispatcher, transport)
         links = self.shell.links
-        self.store: Final = Store(context.bus, prefix=f"mallee_{context.fleet}")
+        self.store: Final = Store(
+            context.bus,
+            store or StoreTerms(context.fleet),
+            context.metrics.stored,
+            context.clock,
+        )
         self.peers: Final = Peers(
             context.bus,
             gateway=context.gateway,
@@ -97,6 +103,7 @@ class Gateway:
         if recorder is not None:
             self.tasks.include(recorder.tasks)
             self.capsules.watch(recorder)
+        context.metrics.show_store(self.store)
         context.metrics.show_router(
             router.stats, dispatcher.stats, links.replica_stats, self.records.outcomes
         )

@@ -55,7 +55,7 @@ class Peers:
         ids: RequestIds,
     ) -> None:
         self._bus = bus
-        self._gateway = gateway
+        self.gateway = gateway
         self._subjects = Subjects.of(fleet)
         self._others = others
         self._ids = ids
@@ -63,7 +63,7 @@ class Peers:
 
     async def start_up(self) -> None:
         """Answer from now on. Doesn't wait for the broker."""
-        await self._bus.serve(self._subjects.peers(self._gateway), self._on_ask)
+        await self._bus.serve(self._subjects.peers(self.gateway), self._on_ask)
 
     @property
     def others(self) -> Collection[str]:

@@ -23,15 +23,22 @@ mallee.{fleet}.sessions.asks                 SessionsAsk, published by a gateway
 mallee.{fleet}.sessions.told                 SessionNotes, published by a gateway
 mallee.{fleet}.inbox.>                       answers to requests, which gateways alone make
 
+What gateways keep is in streams of JetStream, `KV_mallee_{fleet}_{bucket}`, as NATS's key-value has them.
+
 A broker's account for gateways and one for workers need no more than `Subjects.permissions`.
 """
 
 import re
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 from mallee.protocol.errors import ConfigError
 
 BusRole: TypeAlias = Literal["gateway", "worker"]
+
+BUCKETS: Final = (
+    *("answers", "budgets", "conversations", "events", "quotas", "responses", "sessions", "texts"),
+)
+"""The buckets of the gateways' store."""
 
 _TOKEN = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -113,6 +120,21 @@ class Subjects(NamedTuple):
     def sessions_told(self) -> str:
         return f"{self.root}.sessions.told"
 
+    def bucket(self, name: str) -> str:
+        """The name of a bucket at the broker."""
+        assert name in BUCKETS, f"{name}: gateways may use {BUCKETS} alone"
+        return f"{self.root.replace('.', '_')}_{name}"
+
+    def _kept(self, bucket: str) -> tuple[str, ...]:
+        """Subjects to make, read, write and follow a bucket."""
+        stream, api = f"KV_{bucket}", "$JS.API"
+        return (
+            f"$KV.{bucket}.>",
+            *(f"{api}.STREAM.{verb}.{stream}" for verb in ("CREATE", "UPDATE", "INFO", "PURGE")),
+            *(f"{api}.STREAM.MSG.GET.{stream}", f"{api}.DIRECT.GET.{stream}.>"),
+            *(f"{api}.CONSUMER.*.{stream}", f"{api}.CONSUMER.*.{stream}.>"),
+        )
+
     def inbox(self) -> str:
         """The prefix of subjects for answers."""
         return f"{self.root}.inbox"
@@ -132,7 +154,8 @@ class Subjects(NamedTuple):
             self.records_copied(),
             *(self.sessions_asks(), self.sessions_told()),
         )
+        kept = [each for name in BUCKETS for each in self._kept(self.bucket(name))]
         return Permissions(
-            publish=(*requests, *shared, self.queues()),
+            publish=(*requests, *shared, self.queues(), "$JS.API.INFO", "$JS.FC.>", *kept),
             subscribe=(*shared, self.events(), self.lease(), f"{self.inbox()}.>"),
         )

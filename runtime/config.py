@@ -3,6 +3,7 @@
 One model, in sections. `docs/configure.md` is written from it (`mallee settings`).
 """
 
+import os
 import re
 from collections.abc import Iterator
 from difflib import get_close_matches
@@ -296,9 +297,9 @@ class HttpSettings(Settings):
     max_ttl_s: Positive | None = 86_400.0
     """The longest `ttl_s`; null: any, and `ttl_s` 0 keeps a capsule until it is deleted."""
     replay_ttl_s: Positive = 600.0
-    """Seconds for which a gateway gives the answer of an `Idempotency-Key` again."""
+    """Seconds for which the answer of an `Idempotency-Key` is given again, by every gateway."""
     replay_max_mib: AtLeastOne = 64
-    """Memory for such answers; one has at most an eighth of it, and the oldest go first."""
+    """Room in the store for such answers; one has at most an eighth of it, and the oldest go first."""
     callbacks: tuple[str, ...] = ()
     """URLs that requests may have called, each with all paths below it, as
     `[http://127.0.0.1:9000/verify]`: verifiers that score branches while they are drawn
@@ -381,6 +382,23 @@ class ResponsesSettings(Settings):
     """Background responses that run at once; more get 503."""
     max_tenant_background: AtLeastOne = 64
     """Of them, those of one tenant that a key names; more get 429."""
+
+
+class StoreSettings(Settings):
+    """The store of all gateways in the broker (JetStream of NATS), for what clients can name."""
+
+    name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_-]+$")
+    """Name in those of the broker's streams; by default the fleet's. Fleets with one name, and one
+    `links.secret_file`, share what clients can name."""
+    folder: str | None = None
+    """Folder of the broker that is started here; by default `mallee/FLEET` in `$XDG_STATE_HOME`, or
+    in `~/.local/state`. It holds prompts and answers."""
+    storage: Literal["file", "memory"] = "file"
+    """`memory`: all of it ends with the broker."""
+    replicas: int = Field(default=1, ge=1, le=5)
+    """Servers of a broker's cluster that keep each value: 1, 3 or 5."""
+    max_mib: AtLeastOne = 256
+    """Room of each kind at the broker, in MiB; beyond it the oldest go."""
 
 
 class RecordingSettings(Settings):
@@ -541,6 +559,7 @@ class AppConfig(Settings):
     chat: ChatSettings = ChatSettings()
     sessions: SessionSettings = SessionSettings()
     responses: ResponsesSettings = ResponsesSettings()
+    store: StoreSettings = StoreSettings()
     recording: RecordingSettings = RecordingSettings()
     imports: ImportSettings = ImportSettings()
     links: LinkSettings = LinkSettings()
@@ -582,6 +601,16 @@ class AppConfig(Settings):
     @property
     def _most_engines(self) -> int:
         return self.most_workers * self.mock.engines_per_worker
+
+    @property
+    def store_folder(self) -> Path | None:
+        """Folder of the store of a broker of our own; None: that is in memory, or the broker another's."""
+        if self.nats_url is not None or self.store.storage == "memory":
+            return None
+        if self.store.folder is not None:
+            return Path(self.store.folder).expanduser()
+        state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+        return Path(state).expanduser() / "mallee" / self.fleet
 
     def disk_place(self, name: str) -> str:
         """The place of `name`, a worker's part or the secret, on the disk of the fleet."""

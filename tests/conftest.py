@@ -1,8 +1,11 @@
 """Options of the whole suite."""
 
+import atexit
 import gc
 import logging
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,6 +32,10 @@ if not Path("/dev/nvidiactl").exists():
 
 # gRPC's handlers of forks may end a child that is about to become another program.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
+# What services store is not the user's, and goes with the tests.
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="mallee-state-")
+atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 # Ray's own processes start slowly where the machine is busy; after 30 s it would give up.
 os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")

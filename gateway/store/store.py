@@ -15,14 +15,15 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
-from typing import Final, Generic, NamedTuple, TypeVar
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager
+from typing import Final, Generic, Literal, NamedTuple, TypeVar
 
 from mallee.gateway.store.names import key_of, name_of
 from mallee.protocol.codec import Decoder, encode
 from mallee.protocol.errors import CodecError, Unavailable
 from mallee.protocol.ids import Scope
+from mallee.protocol.subjects import Subjects
 from mallee.runtime.bus.buckets import Buckets, BucketSpec, Stored, StoreFull
 from mallee.runtime.bus.bus import Bus
 from mallee.runtime.tasks import Tasks
@@ -85,21 +86,37 @@ class Write(NamedTuple):
         return _OVERHEAD_NBYTES + len(self.raw or b"")
 
 
+class StoreTerms(NamedTuple):
+    """Terms of the buckets at the broker, whose names begin with the store's."""
+
+    name: str
+    is_in_memory: bool = False
+    num_replicas: int = 1
+
+
 class Store:
-    """The buckets of one gateway's broker. Belongs to its event loop.
+    """The buckets of a gateway's broker. Belongs to its event loop."""
 
-    `prefix` sets one fleet's buckets apart from those of others.
-    """
-
-    def __init__(self, bus: Bus, *, prefix: str) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        terms: StoreTerms,
+        answered: Callable[[str, float], None] = lambda how, seconds: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`answered(how, seconds)` is told of each read and each write that was waited for."""
         self._bus = bus
-        self._prefix = prefix
+        self._answered = answered
+        self._clock = clock
+        self._subjects = Subjects.of(terms.name)
+        self._terms = terms
         self._waiting: dict[tuple[str, str], Write] = {}  # by bucket and key, the oldest first
         self._sent: dict[tuple[str, str], Write] = {}  # under way
         self._nbytes = 0  # of both
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self.num_refused = 0  # writes that found no room
+        self.written_nbytes = 0
         self.tasks = Tasks("the gateways' store")
 
     @property
@@ -119,8 +136,25 @@ class Store:
         self, name: str, kind: type[T], *, version: int, ttl_s: float, max_nbytes: int
     ) -> "Bucket[T]":
         """The bucket of values of one kind. `version` (below 256) is that of the kind's layout."""
-        spec = BucketSpec(f"{self._prefix}_{name}", ttl_s, max_nbytes)
+        spec = BucketSpec(
+            name=self._subjects.bucket(name),
+            ttl_s=ttl_s,
+            max_nbytes=max_nbytes,
+            is_in_memory=self._terms.is_in_memory,
+            num_replicas=self._terms.num_replicas,
+        )
         return Bucket(self, self._bus.buckets, spec, Decoder(kind, f"a value of {name!r}"), version)
+
+    @contextmanager
+    def asking(self, how: Literal["read", "write"]) -> Iterator[None]:
+        """Ask the broker. Raises StoreAway."""
+        begun = self._clock()
+        try:
+            yield
+        except (ConnectionError, TimeoutError) as error:
+            raise StoreAway(str(error)) from error
+        finally:
+            self._answered(how, self._clock() - begun)
 
     async def flush(self, wait_s: float) -> bool:
         """Wait until all writes are in the store; False: they were not within `wait_s`."""
@@ -178,6 +212,7 @@ class Store:
         """Whether nothing is left to be done."""
         try:
             await put_whole(self._bus.buckets, write.spec, write.key, write.raw)
+            self.written_nbytes += len(write.raw or b"")
         except StoreFull as error:
             self.num_refused += 1
             log.warning("the gateways' store took no value of %s: %s", write.spec.name, error)
@@ -210,19 +245,12 @@ class Bucket(Generic[T]):
 
         Raises StoreFull.
         """
-        try:
-            raw = self._packed(value)
-            return await put_whole(self._buckets, self._spec, key_of(scope, name), raw, at)
-        except (ConnectionError, TimeoutError) as error:
-            raise StoreAway(str(error)) from error
+        return await self._put(key_of(scope, name), value, at)
 
     async def delete(self, scope: Scope, name: str) -> None:
         """Returns once it is gone, with all below it."""
-        key = key_of(scope, name)
-        try:
-            await self._buckets.delete(self._spec, key)
-        except (ConnectionError, TimeoutError) as error:
-            raise StoreAway(str(error)) from error
+        with self._store.asking("write"):
+            await self._buckets.delete(self._spec, key_of(scope, name))
 
     def put_soon(self, scope: Scope, name: str, value: T) -> None:
         """Store it in the background."""
@@ -234,24 +262,13 @@ class Bucket(Generic[T]):
 
     async def names(self, scope: Scope) -> list[str]:
         """All names of `scope`, in order."""
-        prefix = key_of(scope)
-        try:
-            keys = await self._buckets.keys(self._spec, prefix)
-        except (ConnectionError, TimeoutError) as error:
-            raise StoreAway(str(error)) from error
-        depth = prefix.count(".") + 1
-        return sorted(name_of(key) for key in keys if key.count(".") == depth)
+        return sorted(map(name_of, await self._keys(key_of(scope))))
 
     # Values below a name, in an order of their own: events, nodes of a tree
 
     async def append(self, scope: Scope, name: str, below: str, value: T) -> None:
         """Store a value below `name`, which goes with that."""
-        try:
-            await put_whole(
-                self._buckets, self._spec, key_of(scope, name, below), self._packed(value)
-            )
-        except (ConnectionError, TimeoutError) as error:
-            raise StoreAway(str(error)) from error
+        await self._put(key_of(scope, name, below), value, None)
 
     def append_soon(self, scope: Scope, name: str, below: str, value: T) -> None:
         write = Write(self._spec, key_of(scope, name, below), self._packed(value))
@@ -273,13 +290,7 @@ class Bucket(Generic[T]):
 
     async def all_below(self, scope: Scope, name: str) -> dict[str, T]:
         """The values below `name` now."""
-        prefix = key_of(scope, name)
-        depth = prefix.count(".") + 1
-        try:
-            keys = await self._buckets.keys(self._spec, prefix)
-        except (ConnectionError, TimeoutError) as error:
-            raise StoreAway(str(error)) from error
-        keys = sorted(key for key in keys if key.count(".") == depth)
+        keys = sorted(await self._keys(key_of(scope, name)))
         entries = await asyncio.gather(*(self._get(key, None) for key in keys))
         return {
             name_of(key): entry.value
@@ -289,15 +300,27 @@ class Bucket(Generic[T]):
 
     # Bytes
 
+    async def _put(self, key: str, value: T, at: int | None) -> int | None:
+        raw = self._packed(value)
+        with self._store.asking("write"):
+            revision = await put_whole(self._buckets, self._spec, key, raw, at)
+        self._store.written_nbytes += len(raw) if revision is not None else 0
+        return revision
+
     async def _get(self, key: str, known: Entry[T] | None) -> Entry[T] | None:
         waiting = self._store.pending(self._spec, key)
         if waiting is not None:
             return None if waiting.raw is None else Entry(self._read(waiting.raw), 0)
-        try:
+        with self._store.asking("read"):
             stored = await self._buckets.get(self._spec, key)
             return None if stored is None else await self._whole(key, stored, known)
-        except (ConnectionError, TimeoutError) as error:
-            raise StoreAway(str(error)) from error
+
+    async def _keys(self, above: str) -> list[str]:
+        """The keys right below another, without those of parts."""
+        with self._store.asking("read"):
+            keys = await self._buckets.keys(self._spec, above)
+        depth = above.count(".") + 1
+        return [key for key in keys if key.count(".") == depth]
 
     async def _whole(self, key: str, stored: Stored, known: Entry[T] | None) -> Entry[T] | None:
         """None: its parts went meanwhile."""

@@ -1,4 +1,4 @@
-"""The embedded broker: a nats-server child process on loopback, kept alive, without persistence.
+"""The embedded broker: a nats-server child process on loopback, kept alive, whose store is in a folder.
 
 Its passwords stand in its configuration alone, a file of this user's that is removed once it is read;
 clients get them as values (`Broker.access`).
@@ -9,6 +9,8 @@ thread that lives as long as the process). Elsewhere than on Linux the child is 
 
 import asyncio
 import contextlib
+import fcntl
+import json
 import logging
 import os
 import shutil
@@ -24,9 +26,10 @@ from pathlib import Path
 from typing import get_args
 
 import nats.errors
+import nats.js.errors
 
 from mallee.protocol.errors import ConfigError
-from mallee.protocol.subjects import BusRole
+from mallee.protocol.subjects import BusRole, Subjects
 from mallee.runtime.addresses import free_port
 from mallee.runtime.bus.access import BrokerAccess, operators_broker
 from mallee.runtime.bus.accounts import Passwords, authorization
@@ -40,6 +43,8 @@ log = logging.getLogger(__name__)
 START_TIMEOUT_S = 10.0
 BACKOFF_S = (0.2, 2.0)
 BROKER_WAIT_S = 5.0
+LOCK_WAIT_S = 20.0  # for a broker that ends
+SYNC_S = 5  # between two flushes of the store to its disk
 MAX_PAYLOAD_BYTES = 8 << 20  # a snapshot of a million blocks is one message
 
 
@@ -47,12 +52,20 @@ class Broker:
     """A nats-server on 127.0.0.1 for one fleet. Port and passwords are chosen once and stay over restarts."""
 
     def __init__(
-        self, port: int | None = None, *, fleet: str, passwords: Passwords | None = None
+        self,
+        port: int | None = None,
+        *,
+        fleet: str,
+        passwords: Passwords | None = None,
+        folder: Path | None = None,
     ) -> None:
+        """Values are kept in `folder`, where one broker at a time may run; None: they go with it."""
         self.port = port if port is not None else free_port()
         self.passwords = passwords or Passwords.new()
         self.restarts = 0
         self._fleet = fleet
+        self._given_folder = folder
+        self._folder: _Folder | None = None
         self._name = f"mallee-{os.getpid()}-{self.port}"
         self._child: asyncio.subprocess.Process | None = None
         self._supervisors = Tasks("the broker")
@@ -77,8 +90,12 @@ class Broker:
         return self._is_supervised and self._supervisors.failure is None
 
     async def start(self) -> None:
-        """Returns when it takes connections. Raises ConfigError: no binary, port taken, no answer."""
+        """Returns when it takes connections.
+
+        Raises ConfigError: no binary, port taken, no answer, its folder can't be used.
+        """
         binary = str(find_binary())
+        self._folder = await asyncio.to_thread(_Folder, self._given_folder)
         try:
             await self._launch(binary)
         except ConfigError:
@@ -94,6 +111,9 @@ class Broker:
         child, self._child = self._child, None
         if child is not None:
             await end(child)
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            await asyncio.to_thread(folder.close)
 
     async def _launch(self, binary: str) -> None:
         # Private to this user, and read once, at the child's start.
@@ -112,9 +132,12 @@ class Broker:
             await self._wait_until_up(self._child)
 
     def _configuration(self) -> str:
+        assert self._folder is not None, "it was started"
         return (
             f'listen: "127.0.0.1:{self.port}"\nserver_name: "{self._name}"\n'
-            f"max_payload: {MAX_PAYLOAD_BYTES}\n{self._authorization()}"
+            f"max_payload: {MAX_PAYLOAD_BYTES}\n"
+            f"jetstream {{\n  store_dir: {json.dumps(str(self._folder.path))}\n"
+            f'  sync_interval: "{SYNC_S}s"\n}}\n{self._authorization()}'
         )
 
     def _authorization(self) -> str:
@@ -157,15 +180,55 @@ class Broker:
                     backoff = min(2 * backoff, BACKOFF_S[1])
 
 
-async def start_broker(port: int, *, fleet: str, passwords: Passwords | None = None) -> Broker:
+class _Folder:
+    """The folder of a broker's store, locked; a temporary one without a `given` one. Blocks meanwhile."""
+
+    def __init__(self, given: Path | None) -> None:
+        """Raises ConfigError: it can't be used, or another broker has it."""
+        self._is_own = given is None
+        self.path = given or Path(tempfile.mkdtemp(prefix="mallee-store-"))
+        try:
+            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._lock = (self.path / "lock").open("w")
+        except OSError as error:
+            raise ConfigError(
+                f"store.folder={str(self.path)!r}: {error.strerror}; give another folder, or"
+                " store.storage=memory"
+            ) from error
+        deadline = time.monotonic() + LOCK_WAIT_S
+        while not self._is_locked():
+            if time.monotonic() > deadline:
+                self._lock.close()
+                raise ConfigError(
+                    f"store.folder={str(self.path)!r}: the broker of another service keeps its store there;"
+                    " give this one another folder, or another fleet"
+                )
+            time.sleep(0.1)
+
+    def _is_locked(self) -> bool:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def close(self) -> None:
+        self._lock.close()
+        if self._is_own:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+
+async def start_broker(
+    port: int, *, fleet: str, passwords: Passwords | None = None, folder: Path | None = None
+) -> Broker:
     """A running broker on `port`, or on another one if that is taken. Raises ConfigError."""
-    broker = Broker(port, fleet=fleet, passwords=passwords)
+    broker = Broker(port, fleet=fleet, passwords=passwords, folder=folder)
     try:
         await broker.start()
     except ConfigError as error:
         # Only clients of a broker that ran before know its port.
         log.warning("the broker takes another port: %s", error)
-        broker = Broker(fleet=fleet, passwords=passwords)
+        broker = Broker(fleet=fleet, passwords=passwords, folder=folder)
         await broker.start()
     return broker
 
@@ -182,20 +245,28 @@ def find_binary() -> Path:
 
 
 def check_operators_broker(config: AppConfig) -> None:
-    """Raises ConfigError if the broker of `nats_url` doesn't take gateways and workers. Blocks meanwhile."""
-    accesses = {operators_broker(config, role): None for role in get_args(BusRole)}
-    for access in accesses:  # one, if both roles have the same account
-        check_broker(access)
+    """Raises ConfigError if the broker of `nats_url` doesn't take gateways and workers, or keeps nothing.
+
+    Blocks meanwhile.
+    """
+    accesses = {operators_broker(config, role): role for role in get_args(BusRole)[::-1]}
+    for access, role in accesses.items():  # one, if both roles have the same account
+        check_broker(access, keeps_for=config.fleet if role == "gateway" else None)
 
 
-def check_broker(access: BrokerAccess) -> None:
-    """Raises ConfigError if no broker takes us within BROKER_WAIT_S. Blocks meanwhile."""
+def check_broker(access: BrokerAccess, *, keeps_for: str | None = None) -> None:
+    """Raises ConfigError if no broker takes us within BROKER_WAIT_S.
+
+    Or none that keeps values, if the gateways of a fleet have `access`. Blocks meanwhile.
+    """
     with ThreadPoolExecutor(1) as pool:  # the caller's thread may have a loop that runs
-        pool.submit(asyncio.run, _log_in(access)).result()
+        pool.submit(asyncio.run, _log_in(access, keeps_for)).result()
 
 
-async def _log_in(access: BrokerAccess) -> None:
+async def _log_in(access: BrokerAccess, keeps_for: str | None) -> None:
     options = access.options()
+    if keeps_for is not None:
+        options["inbox_prefix"] = Subjects.of(keeps_for).inbox()
     deadline = time.monotonic() + BROKER_WAIT_S
     while True:
         client, refusals = BusClient(), list[Exception]()
@@ -207,8 +278,17 @@ async def _log_in(access: BrokerAccess) -> None:
             async with asyncio.timeout(BROKER_WAIT_S):
                 await client.connect(**options, allow_reconnect=False, error_cb=refused)
                 await client.flush()
+                if keeps_for is not None:
+                    await client.jetstream(timeout=BROKER_WAIT_S).account_info()
                 await client.close()
             return
+        except nats.js.errors.APIError as error:
+            await client.close()
+            raise ConfigError(
+                f"the broker at {access.place} keeps nothing ({error.description or 'it has no JetStream'}):"
+                " enable JetStream there (`jetstream: enabled` and a store_dir), as responses, conversations"
+                " and sessions are stored in it"
+            ) from error
         except (OSError, ValueError, TimeoutError, nats.errors.Error) as error:
             # nats-py waits for ever for the end of a connection whose TLS handshake failed.
             with contextlib.suppress(OSError, TimeoutError, nats.errors.Error):

@@ -1,4 +1,4 @@
-"""What a broker keeps beside the messages that it carries: values by key in buckets, each with a revision."""
+"""Values that a broker keeps beside the messages that it carries: by key in buckets, each with a revision."""
 
 from collections.abc import AsyncGenerator
 from typing import NamedTuple, Protocol
@@ -18,6 +18,8 @@ class BucketSpec(NamedTuple):
     name: str
     ttl_s: float
     max_nbytes: int
+    is_in_memory: bool = False
+    num_replicas: int = 1
 
 
 class Stored(NamedTuple):

@@ -15,7 +15,9 @@ from nats.aio.transport import TcpTransport
 from mallee.protocol.errors import ConfigError
 from mallee.protocol.subjects import Subjects
 from mallee.runtime.bus.access import BrokerAccess, FindBroker
+from mallee.runtime.bus.buckets import Buckets
 from mallee.runtime.bus.bus import Handler, OnMessage, OnState, Signals
+from mallee.runtime.bus.jetstream import JetStreamBuckets
 from mallee.runtime.tasks import Tasks
 
 log = logging.getLogger(__name__)
@@ -112,6 +114,7 @@ class NatsBus:
         self._name = name
         self._client = BusClient()
         self.signals = Signals()
+        self.buckets: Buckets = JetStreamBuckets(lambda: self._client if self.is_up else None)
         self._outbox = SendQueue()
         self._subscriptions: list[tuple[str, OnMessage]] = []
         self._servers: list[tuple[str, Handler]] = []

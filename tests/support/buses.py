@@ -8,6 +8,7 @@ from typing import Protocol
 
 import pytest
 
+from mallee.runtime.bus.buckets import BucketSpec, Stored
 from mallee.runtime.bus.bus import Bus
 from support.waiting import until
 
@@ -177,3 +178,64 @@ async def test_what_is_published_just_before_close_arrives(place: Place) -> None
             one.publish("a.b", b"%d" % i)
         await closed_twice(one)
         await until(lambda: len(heard) == 50)
+
+
+BUCKET = BucketSpec("mallee_f_texts", ttl_s=600.0, max_nbytes=64 << 20)
+
+
+async def test_a_value_is_kept_for_everybody_and_changed_by_its_revision(place: Place) -> None:
+    async with connected(place, 2) as (one, two):
+        assert await two.buckets.get(BUCKET, "a.b") is None
+        first = await one.buckets.put(BUCKET, "a.b", b"1", 0)
+        assert first is not None
+        assert await two.buckets.get(BUCKET, "a.b") == Stored(b"1", first)
+        assert await two.buckets.put(BUCKET, "a.b", b"2", 0) is None
+        second = await two.buckets.put(BUCKET, "a.b", b"2", first)
+        assert second is not None
+        assert second > first
+        assert await one.buckets.put(BUCKET, "a.b", b"", None) is not None
+        assert (await two.buckets.get(BUCKET, "a.b") or Stored(b"?", 0)).value == b""
+
+
+async def test_what_is_below_a_key_is_listed_followed_and_deleted_with_it(place: Place) -> None:
+    async with connected(place, 2) as (one, two):
+        for i in range(3):
+            await one.buckets.put(BUCKET, f"a.b.{i}", b"%d" % i)
+        await one.buckets.put(BUCKET, "a.b", b"head")
+        await one.buckets.put(BUCKET, "a.bc.0", b"other")
+        assert sorted(await two.buckets.keys(BUCKET, "a.b")) == ["a.b.0", "a.b.1", "a.b.2"]
+        assert len(await two.buckets.keys(BUCKET, "a")) == 5
+        following = two.buckets.follow(BUCKET, "a.b")
+        found = [await anext(following) for _ in range(3)]
+        assert [(key, each.value) for key, each in found] == [
+            (f"a.b.{i}", b"%d" % i) for i in range(3)
+        ]
+        soon = asyncio.ensure_future(anext(following))
+        await one.buckets.put(BUCKET, "a.b.1", b"new")
+        key, stored = await soon
+        assert (key, stored.value) == ("a.b.1", b"new")
+        await following.aclose()
+        await two.buckets.delete(BUCKET, "a.b")
+        assert await one.buckets.keys(BUCKET, "a") == ["a.bc.0"]
+        assert await one.buckets.get(BUCKET, "a.b") is None
+        assert await one.buckets.put(BUCKET, "a.b", b"again", 0) is not None
+
+
+async def test_nothing_is_kept_while_the_broker_is_away_nor_said_to_be_missing(
+    place: Place,
+) -> None:
+    async with connected(place) as (bus,):
+        await bus.buckets.put(BUCKET, "a.b", b"1")
+        following = bus.buckets.follow(BUCKET, "a")
+        await anext(following)
+        await place.down()
+        await until(lambda: not bus.is_up)
+        with pytest.raises(ConnectionError):
+            await bus.buckets.get(BUCKET, "a.b")
+        with pytest.raises(ConnectionError):
+            await bus.buckets.put(BUCKET, "a.b", b"2")
+        with pytest.raises(ConnectionError):
+            await anext(following)
+        await place.up()
+        await until(lambda: bus.is_up)
+        assert await bus.buckets.put(BUCKET, "a.c", b"3") is not None

@@ -14,6 +14,7 @@ from mallee.gateway.store.store import (
     OtherLayout,
     Store,
     StoreAway,
+    StoreTerms,
 )
 from mallee.protocol.ids import COMMON, Scope
 from mallee.testing.bus import LocalBus, LocalHub
@@ -31,7 +32,7 @@ async def stores(hub: LocalHub, n: int = 2) -> AsyncIterator[list[Store]]:
     buses = [LocalBus(hub) for _ in range(n)]
     for bus in buses:
         await bus.connect()
-    made = [Store(bus, prefix="f") for bus in buses]
+    made = [Store(bus, StoreTerms("f")) for bus in buses]
     try:
         yield made
     finally:
@@ -41,7 +42,7 @@ async def stores(hub: LocalHub, n: int = 2) -> AsyncIterator[list[Store]]:
 
 
 def notes(store: Store, version: int = 1) -> Bucket[Note]:
-    return store.bucket("notes", Note, version=version, ttl_s=60.0, max_nbytes=1 << 20)
+    return store.bucket("texts", Note, version=version, ttl_s=60.0, max_nbytes=256 << 20)
 
 
 async def test_a_value_is_the_same_at_every_gateway_and_in_its_scope_alone() -> None:
@@ -79,10 +80,10 @@ async def test_a_value_of_any_length_is_whole_or_not_there() -> None:
         assert entry.value == long
         assert await notes(two).names(A) == ["n", "n."]
         assert await notes(two).put(A, "n", long, at=1) is None, "its parts go with it"
-        assert len(hub.kept.buckets["f_notes"]) == 6
+        assert len(hub.kept.buckets["mallee_f_texts"]) == 6
         await notes(two).delete(A, "n")
         assert await notes(one).names(A) == ["n."]
-        assert len(hub.kept.buckets["f_notes"]) == 1
+        assert len(hub.kept.buckets["mallee_f_texts"]) == 1
 
 
 async def test_values_below_a_name_are_read_in_order_and_followed() -> None:
@@ -141,7 +142,7 @@ async def test_a_value_of_another_layout_is_refused_by_name() -> None:
     async with stores(LocalHub()) as (one, two):
         await notes(one, version=2).put(A, "n", Note("new"))
         with pytest.raises(
-            OtherLayout, match="'f_notes' with layout 2, and this gateway reads layout 1"
+            OtherLayout, match="'mallee_f_texts' with layout 2, and this gateway reads layout 1"
         ):
             await notes(two).get(A, "n")
 

@@ -20,6 +20,7 @@ from mallee.runtime.addresses import free_port
 from mallee.runtime.bus import broker as broker_module
 from mallee.runtime.bus.access import BrokerAccess, operators_broker
 from mallee.runtime.bus.broker import Broker, check_operators_broker, find_binary
+from mallee.runtime.bus.buckets import BucketSpec
 from mallee.runtime.bus.children import end
 from mallee.runtime.bus.nats import BusClient, NatsBus
 from mallee.runtime.config import AppConfig
@@ -40,11 +41,14 @@ async def broker() -> AsyncIterator[Broker]:
 
 
 @asynccontextmanager
-async def server(folder: Path, configuration: str, **environment: str) -> AsyncIterator[int]:
-    """An operator's nats-server; its port."""
+async def server(
+    folder: Path, configuration: str, *, keeps: bool = True, **environment: str
+) -> AsyncIterator[int]:
+    """An operator's nats-server, which keeps values unless `keeps` is false; its port."""
     port = free_port()
     file = folder / f"nats-{port}.conf"  # its own: a server may read it after another has begun
-    file.write_text(f'listen: "127.0.0.1:{port}"\n{configuration}')
+    store = f'jetstream {{store_dir: "{folder}/store-{port}"}}\n' if keeps else ""
+    file.write_text(f'listen: "127.0.0.1:{port}"\n{store}{configuration}')
     process = await asyncio.create_subprocess_exec(
         str(find_binary()),
         "-c",
@@ -90,12 +94,17 @@ class Account:
 
 
 OF_GATEWAYS = (
-    *(SUBJECTS.bookings("g"), SUBJECTS.queues("g"), SUBJECTS.record_asks()),
+    *(SUBJECTS.bookings("g"), SUBJECTS.queues("g"), SUBJECTS.record_asks(), SUBJECTS.peers("g")),
+    *(f"$KV.{SUBJECTS.bucket('texts')}.a.b", f"$JS.API.STREAM.PURGE.KV_{SUBJECTS.bucket('texts')}"),
     *(SUBJECTS.record_told("g"), SUBJECTS.records_forgotten(), SUBJECTS.records_copied()),
     *(SUBJECTS.drain("w"), SUBJECTS.snapshot("w"), SUBJECTS.admin("w")),
 )
 OF_WORKERS = (SUBJECTS.events("w"), SUBJECTS.lease("w"))
-ELSEWHERE = ("mallee.other.events.w", "mallee.other.records.asks", "anything", "_INBOX.x.y")
+ELSEWHERE = (
+    *("mallee.other.events.w", "mallee.other.peers.g", "anything", "_INBOX.x.y"),
+    *("$KV.mallee_other_texts.a.b", "$JS.API.STREAM.INFO.KV_mallee_other_texts"),
+    *("$JS.API.STREAM.LIST", "$JS.API.CONSUMER.CREATE.KV_mallee_other_texts"),
+)
 
 
 @pytest.mark.parametrize(
@@ -218,6 +227,40 @@ async def test_credentials_come_from_a_file_and_wrong_ones_are_told_in_one_sente
     async with server(files, 'authorization: {token: "tttt"}\n') as port:
         token = make(port, nats_credentials=str(files / "token"))
         await asyncio.to_thread(check_operators_broker, token)
+
+
+async def test_a_broker_that_keeps_nothing_is_refused_with_the_remedy(files: Path) -> None:
+    async with server(files, "", keeps=False) as port:
+        with pytest.raises(ConfigError, match=r"keeps nothing .*: enable JetStream there"):
+            await asyncio.to_thread(check_operators_broker, make(port))
+
+
+async def test_what_is_stored_stays_in_the_folder_which_one_broker_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(broker_module, "LOCK_WAIT_S", 0.3)
+    spec = BucketSpec("mallee_f_texts", ttl_s=60.0, max_nbytes=1 << 20)
+    for number in (1, 2):
+        broker = Broker(fleet="f", folder=tmp_path / "store")
+        await broker.start()
+        bus = NatsBus(broker.access("gateway"), fleet="f")
+        try:
+            await bus.connect()
+            await until(lambda bus=bus: bus.is_up)
+            found = await bus.buckets.get(spec, "a.b")
+            assert (found is None) == (number == 1)
+            await bus.buckets.put(spec, "a.b", b"1")
+            async for key, _ in bus.buckets.follow(spec, "a"):
+                assert key == "a.b"
+                break
+            with pytest.raises(ConfigError, match=r"store\.folder=.*another fleet"):
+                await Broker(fleet="f", folder=tmp_path / "store").start()
+        finally:
+            await bus.close()
+            await broker.stop()
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"store\.folder=.*give another folder"):
+        await Broker(fleet="f", folder=tmp_path / "file" / "store").start()
 
 
 async def test_an_operators_server_takes_the_accounts_that_are_printed(files: Path) -> None:
