@@ -266,7 +266,6 @@ def build_api(
         new_id=draws.new_id,
         budgets=Budgets(
             gateway.store,
-            gateway.tasks,
             gateway=context.gateway,
             others=lambda: gateway.peers.others,
             clock=context.wall_clock,

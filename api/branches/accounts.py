@@ -78,7 +78,7 @@ class BudgetView(NamedTuple):
 
 
 class Lease(msgspec.Struct, array_like=True):
-    """What a gateway has taken so far, and how much of it, as far as it has told, it has spent."""
+    """All that a gateway has taken so far, and the part that it has spent, as far as it has told."""
 
     taken: int
     used: int
@@ -202,8 +202,7 @@ class BudgetTree(msgspec.Struct, array_like=True):
     # Leases
 
     def lease(self, place: Place, holder: str) -> Lease | None:
-        account = self.accounts.get(place.key)
-        count = None if account is None else account.counts.get(place.name)
+        count = self._find(place)
         return None if count is None else count.leases.get(holder)
 
     def take(self, place: Place, holder: str, used: int, need: int) -> None:
@@ -211,6 +210,8 @@ class BudgetTree(msgspec.Struct, array_like=True):
 
         Of tokens it gets some ahead, at most half of the rest.
         """
+        if self._find(place) is None:
+            return  # it was forgotten
         self._reserve(place)
         rest, leases = self.rest(place), self._count(place).leases
         lease = leases.setdefault(holder, Lease(used, used))
@@ -306,6 +307,10 @@ class BudgetTree(msgspec.Struct, array_like=True):
         count.reserved = max(count.reserved, count.used)
         if above is not None and lacking > 0:
             self._spend(above, lacking)
+
+    def _find(self, place: Place) -> Count | None:
+        account = self.accounts.get(place.key)
+        return None if account is None else account.counts.get(place.name)
 
     def _count(self, place: Place) -> Count:
         return self.accounts[place.key].counts[place.name]

@@ -13,6 +13,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Collection
+from functools import cached_property
 from typing import Final, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -26,13 +27,12 @@ from mallee.api.branches.accounts import (
 from mallee.gateway.store.store import Bucket, Entry, Store, StoreAway
 from mallee.protocol.errors import BadRequest, BudgetSpent, Unavailable
 from mallee.protocol.ids import Scope, account_of
-from mallee.runtime.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
 LAYOUT: Final = 1
 TTL_S: Final = 7 * 86_400.0  # for which nothing of a budget was used
-MAX_NBYTES: Final = 64 << 20
+MAX_NBYTES: Final = 256 << 20
 RETRY_S: Final = 0.2
 MAX_KEPT: Final = 1 << 14  # budgets that wait for the store
 _KEY: Final = 16  # digits
@@ -47,7 +47,7 @@ class Bound(NamedTuple):
 
 
 class Share:
-    """What this gateway has leased at one place, for all that runs on it here."""
+    """The part of a place that this gateway has leased, for all that runs on it here."""
 
     __slots__ = ("num_open", "taken", "used")
 
@@ -85,7 +85,7 @@ class Held:
 
 
 class Spending:
-    """What one request may spend here; its owner closes it."""
+    """The part of a budget that one request may spend here; its owner closes it."""
 
     def __init__(self, held: Held, key: str, on_close: Callable[[Held], None]) -> None:
         self.held = held
@@ -131,7 +131,6 @@ class Budgets:
     def __init__(
         self,
         store: Store,
-        tasks: Tasks,
         *,
         gateway: str,
         others: Callable[[], Collection[str]],
@@ -143,11 +142,15 @@ class Budgets:
         self._bucket: Bucket[BudgetTree] = store.bucket(
             "budgets", BudgetTree, version=LAYOUT, ttl_s=TTL_S, max_nbytes=MAX_NBYTES
         )
-        self._tasks = tasks
-        self._holder = f"{gateway}/{new_key()}"  # of leases: this life of this gateway
+        self._gateway = gateway
         self._others = others
         self._new_key = new_key
         self._held: WeakValueDictionary[tuple[Scope, str], Held] = WeakValueDictionary()
+
+    @cached_property
+    def _holder(self) -> str:
+        """The name of its leases: it is of this life of this gateway."""
+        return f"{self._gateway}/{self._new_key()}"
 
     # Requests
 
@@ -204,11 +207,8 @@ class Budgets:
         if place is None or spending.rest("tokens") >= tokens:
             return
 
-        def lease(tree: BudgetTree) -> None:
-            if tree.lease(place, self._holder) is not None:
-                tree.take(place, self._holder, held.shares[place].used, tokens)
-
-        await self._change(held, lease)
+        used = held.shares[place].used  # it grows by what is asked for alone
+        await self._change(held, lambda tree: tree.take(place, self._holder, used, tokens))
 
     # Sessions
 
@@ -353,7 +353,7 @@ class Budgets:
     def _settle_soon(self, held: Held) -> None:
         if not (held.is_settling or held.is_settled):
             held.is_settling = True
-            self._tasks.spawn(self._settle(held), name="a budget")
+            self._store.spawn(self._settle(held), name="a budget")
 
     async def _settle(self, held: Held) -> None:
         """Have the store know all that it is to know, once it takes it."""

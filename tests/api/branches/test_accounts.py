@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from mallee.api.branches import budgets as module
 from mallee.api.branches.accounts import MAX_ACCOUNTS, MAX_DEPTH, Budget, BudgetTree
 from mallee.api.branches.budgets import Bound, Budgets, Spending
-from mallee.gateway.store.store import OtherLayout, Store, StoreAway
+from mallee.gateway.store.store import OtherLayout, Store, StoreAway, StoreTerms
 from mallee.protocol.errors import BadRequest, BudgetSpent, InvalidParameter, Unavailable
 from mallee.protocol.ids import COMMON, account_of
 from mallee.runtime.bus.buckets import Buckets, BucketSpec, Stored, StoreFull
-from mallee.runtime.tasks import Tasks
 from mallee.testing.bus import LocalBus, LocalHub
 from support.plain_ids import SCOPES
 from support.waiting import until, until_asked
@@ -68,12 +67,11 @@ class Gateway:
         self.name = name
         self.bus = LocalBus(hub)
         self.bus.buckets = self.buckets = Unsure(self.bus.buckets)
-        self.store = Store(self.bus, prefix="f")
-        self.tasks = Tasks(name)
+        self.store = Store(self.bus, StoreTerms("f"))
+        self.tasks = self.store.tasks
         keys, number = iter(range(1, 1 << 30)), len(living)
         self.budgets = Budgets(
             self.store,
-            self.tasks,
             gateway=name,
             others=lambda: living - {name},
             clock=clock,
@@ -471,11 +469,10 @@ async def test_a_store_that_was_set_back_hands_nothing_out_twice() -> None:
     async with gateways(2, Clock()) as (a, b):
         name = await a.bound(Budget(tokens=100))
         spending = await a.begin(name)
-        kept = a.bus._hub.kept.buckets["f_budgets"]
-        [(key, before)] = kept.items()
+        [(key, before)] = a.bus._hub.kept.buckets["mallee_f_budgets"].items()
         await a.budgets.secure(spending, 90)
         spending.spend("tokens", 90)
-        a.bus._hub.kept.put("f_budgets", key, before.value)
+        await a.buckets.put(a.budgets._bucket._spec, key, before.value)
         await a.budgets.secure(spending, 11)
         assert spending.rest("tokens") == 10
         assert await used(b, name) == (90, 10, 0)
@@ -516,10 +513,10 @@ async def test_what_is_not_in_the_store_any_more_bounds_still() -> None:
         spending = await a.begin(name)
         with pytest.raises(BadRequest, match="neither is below the other"):
             await b.budgets.begin(bound_of(b, None, name, other), None, 1)
-        kept = a.bus._hub.kept.buckets["f_budgets"]
+        kept = a.bus._hub.kept.buckets["mallee_f_budgets"]
         mine = next(key for key in kept if account_of(name) in key)
         raw = kept[mine].value
-        kept[mine] = Stored(raw[:1] + b"\x07" + raw[2:], 1 << 20)
+        await a.buckets.put(a.budgets._bucket._spec, mine, raw[:1] + b"\x07" + raw[2:])
         with pytest.raises(OtherLayout):
             await b.begin(name)
         del kept[mine]
