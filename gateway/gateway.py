@@ -54,7 +54,7 @@ class Gateway:
         config = DispatchConfig(
             admission or AdmissionConfig(), max_moves=MAX_MOVES, patience_s=PATIENCE_S
         )
-        texts = TokenTexts(memory, context.model, block_size, weights=lambda: router.weights)
+        texts = TokenTexts(memory, context.model, block_size, serving=router)
         dispatcher = Dispatcher(router, texts, config, clock=context.clock)
         self.context: Final = context
         self.memory: Final = memory
@@ -72,6 +72,7 @@ class Gateway:
             fleet=context.fleet,
             others=lambda: links.other_gateways,
             ids=context.ids,
+            clock=context.clock,
         )
         self.records: Final = SharedRecords(
             context.bus,

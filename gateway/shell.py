@@ -194,7 +194,8 @@ class Shell:
                 case Send():
                     self._send(effect)
                 case Placed(request=request):
-                    _log_placed(effect)
+                    if effect.shard.dispatch.is_moved or effect.shard.how != "stay":
+                        _log_placed(effect)
                     self.running[request].place(effect.shard, effect.placement, now)
                 case Ended(request=request):
                     self.running.pop(request).end()
@@ -212,7 +213,17 @@ class Shell:
                 case LetGo(worker=worker):
                     # Not at once: effects that follow may be for that worker.
                     self._loop.call_soon(self.links.let_go, worker)
-        self._set_timer(now)
+        # Call the dispatcher when it wants to be called.
+        at = self.dispatcher.next_time()
+        if at is None or self.is_closed:
+            return
+        due = self._loop.time() + max(0.0, at - now)
+        if self._timer is not None:
+            if self._timer_due <= due:
+                return
+            self._timer.cancel()
+        self._timer = self._loop.call_at(due, self._on_time)
+        self._timer_due = due
 
     def _took_in(self, name: str, place: int | MalleeError) -> None:
         """Tokens are in a branch, so many tokens into its answer, or won't be."""
@@ -247,19 +258,6 @@ class Shell:
             self.dispatcher.secured(source, capsule)
             self.carry_out()
 
-    def _set_timer(self, now: float) -> None:
-        """Call the dispatcher when it wants to be called."""
-        at = self.dispatcher.next_time()
-        if at is None or self.is_closed:
-            return
-        due = self._loop.time() + max(0.0, at - now)
-        if self._timer is not None:
-            if self._timer_due <= due:
-                return
-            self._timer.cancel()
-        self._timer = self._loop.call_at(due, self._on_time)
-        self._timer_due = due
-
     def _on_time(self) -> None:
         self._timer = None
         self.dispatcher.on_time()
@@ -269,8 +267,6 @@ class Shell:
 def _log_placed(effect: Placed) -> None:
     """Say where a shard goes, if it was moved or is a part of a fan-out."""
     shard, worker = effect.shard, effect.placement.worker
-    if not shard.dispatch.is_moved and shard.how == "stay":
-        return
     extra = ids(request=effect.request, worker=worker)
     if shard.dispatch.is_moved:
         log.info("%s goes on as %s on %s", effect.request, shard.name, worker, extra=extra)

@@ -36,7 +36,8 @@ from mallee.protocol.errors import ConfigError
 BusRole: TypeAlias = Literal["gateway", "worker"]
 
 BUCKETS: Final = (
-    *("answers", "budgets", "conversations", "events", "quotas", "responses", "sessions", "texts"),
+    *("answers", "budgets", "conversations", "events", "items", "quotas", "responses", "sessions"),
+    "texts",
 )
 """The buckets of the gateways' store."""
 

@@ -370,16 +370,15 @@ class SessionSettings(Settings):
 
 
 class ResponsesSettings(Settings):
-    """Stored responses of `/v1/responses`, in the memory of each gateway."""
+    """Stored responses and conversations of `/v1`, which all gateways keep in the store."""
 
-    max_count: AtLeastOne = 100_000
-    """Responses, at most."""
-    max_mib: AtLeastOne = 256
-    """Memory of their texts; beyond it the one unused for the longest time is forgotten."""
+    max_mib: AtLeastOne = 1024
+    """Room in the store, for responses, for conversations, for their items and for events of background
+    responses each; beyond it the oldest go."""
     ttl_s: Positive = 86_400.0
-    """Seconds without use after which a response is forgotten."""
+    """Seconds after which a response goes, and a conversation that did not change."""
     max_background: AtLeastOne = 256
-    """Background responses that run at once; more get 503."""
+    """Background responses that run at once at a gateway; more get 503."""
     max_tenant_background: AtLeastOne = 64
     """Of them, those of one tenant that a key names; more get 429."""
 

@@ -196,6 +196,8 @@ class LocalBuckets:
         await asyncio.sleep(0)  # as with a broker, others run meanwhile
         if not self._bus.is_up:
             raise ConnectionError("the broker is away")
+        if self._bus.is_mute:
+            raise TimeoutError("no answer")
         return self._kept.values(bucket, asyncio.get_running_loop().time())
 
 

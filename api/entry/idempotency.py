@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mallee.api.entry.middleware import caller_of, given, header, read_body
+from mallee.api.entry.middleware import KEY_HEADER, caller_of, header, read_body
 from mallee.api.errors import CLIENT_GONE, AnswerNotKept, ClientGone, KeyReused
 from mallee.api.sse import MAX_WRITE_S, Writer, unless_gone
 from mallee.gateway.peers import Peers
@@ -29,7 +29,7 @@ from mallee.gateway.store.store import Store
 from mallee.protocol.errors import InvalidParameter, Unavailable
 from mallee.protocol.ids import Scope as Owner
 
-KEY_HEADER: Final = "idempotency-key"
+_KEY: Final = KEY_HEADER.decode()
 MAX_KEY: Final = 255  # characters
 REPLAYED: Final = (b"idempotent-replayed", b"true")
 GRACE_S: Final = 5.0  # in which the reader of a stream comes back
@@ -191,7 +191,7 @@ class _Record:
 
 
 class IdempotencyMiddleware:
-    """ASGI middleware, inside of the one that finds the caller.
+    """ASGI middleware of the requests with a key, inside of the one that finds the caller.
 
     Answers are kept for `ttl_s`, and in `max_nbytes` of the store all together: the oldest go first.
     `owner(tenant, salt)` is the scope of a caller; `salt_header` names the header with the salt.
@@ -222,9 +222,6 @@ class IdempotencyMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises MalleeError, and what the app raises."""
-        if scope.get("method") != "POST" or not given(scope, KEY_HEADER.encode()):
-            await self._app(scope, receive, send)
-            return
         request = Request(scope, receive)
         name = self._name(request)
         try:
@@ -245,13 +242,11 @@ class IdempotencyMiddleware:
 
     def _name(self, request: Request) -> _Name:
         """Raises InvalidParameter."""
-        key = header(request.scope, KEY_HEADER) or ""
+        key = header(request.scope, _KEY) or ""
         if not (0 < len(key) <= MAX_KEY and key.isascii() and key.isprintable()):
-            raise InvalidParameter(KEY_HEADER, key, f"give 1 to {MAX_KEY} printable characters")
+            raise InvalidParameter(_KEY, key, f"give 1 to {MAX_KEY} printable characters")
         if request.url.path == _FILES:
-            raise InvalidParameter(
-                KEY_HEADER, key, "an import of a file takes no key: leave it out"
-            )
+            raise InvalidParameter(_KEY, key, "an import of a file takes no key: leave it out")
         caller = caller_of(request)
         owner = self._owner(caller.tenant, header(request.scope, self._salt_header) or "")
         return _Name(owner, f"{'o' if caller.is_operator else 'c'}{key}")

@@ -12,7 +12,6 @@ from mallee.gateway.requests.lives import Lives
 from mallee.gateway.requests.meter import Meter
 from mallee.gateway.requests.observers import Observer
 from mallee.gateway.requests.request import RunningRequest, refuse
-from mallee.gateway.requests.verdict import Comparison
 from mallee.gateway.sessions.sessions import GatewaySessions
 from mallee.gateway.shell import GatewayContext, Shell
 from mallee.protocol.codec import Decoder, encode
@@ -176,12 +175,11 @@ class Requests:
         if log.isEnabledFor(logging.DEBUG):
             extra = ids(request=name, session=session_digest(job.terms.tenant, job.terms.session))
             log.debug("%s begins with %d branches", name, job.num_branches, extra=extra)
-        block_size = context.router.config.block_size
         request = self._running[name] = RunningRequest(
             name,
             owner=self,
             life=life,
-            comparison=Comparison.of(name, job, self._recent, block_size, weights.label),
+            comparison=self._recent.compare(name, job, weights.label),
             observers=observers,
             trace=trace,
             clock=context.clock,

@@ -19,6 +19,8 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
 
+import msgspec
+
 from mallee.gateway.store.names import key_of, name_of
 from mallee.protocol.codec import Decoder, encode
 from mallee.protocol.errors import CodecError, Unavailable
@@ -134,9 +136,19 @@ class Store:
         return self._nbytes
 
     def bucket(
-        self, name: str, kind: type[T], *, version: int, ttl_s: float, max_nbytes: int
+        self,
+        name: str,
+        kind: type[T],
+        *,
+        version: int,
+        ttl_s: float,
+        max_nbytes: int,
+        is_json: bool = False,
     ) -> "Bucket[T]":
-        """The bucket of values of one kind. `version` (below 256) is that of the kind's layout."""
+        """The bucket of values of one kind. `version` (below 256) is that of the kind's layout.
+
+        `is_json`: they have parts that clients give, whose numbers may be longer than msgpack has.
+        """
         spec = BucketSpec(
             name=self._subjects.bucket(name),
             ttl_s=ttl_s,
@@ -144,7 +156,9 @@ class Store:
             is_in_memory=self._terms.is_in_memory,
             num_replicas=self._terms.num_replicas,
         )
-        return Bucket(self, self._bus.buckets, spec, Decoder(kind, f"a value of {name!r}"), version)
+        decode = Decoder(kind, f"a value of {name!r}", is_json=is_json)
+        encoded = msgspec.json.encode if is_json else encode
+        return Bucket(self, self._bus.buckets, spec, Layout(version, encoded, decode))
 
     @contextmanager
     def asking(self, how: Literal["read", "write"]) -> Iterator[None]:
@@ -232,20 +246,25 @@ class Store:
         return True
 
 
+class Layout(NamedTuple, Generic[T]):
+    """The form of a kind's values."""
+
+    version: int
+    encode: Callable[[T], bytes]
+    decode: Decoder[T]
+
+
 class Bucket(Generic[T]):
     """The values of one kind, of all scopes.
 
     Methods that wait raise StoreAway; those that read, OtherLayout.
     """
 
-    def __init__(
-        self, store: Store, buckets: Buckets, spec: BucketSpec, decode: Decoder[T], version: int
-    ) -> None:
+    def __init__(self, store: Store, buckets: Buckets, spec: BucketSpec, layout: Layout[T]) -> None:
         self._store = store
         self._buckets = buckets
         self._spec = spec
-        self._decode = decode
-        self._version = version
+        self._layout = layout
 
     async def get(self, scope: Scope, name: str, known: Entry[T] | None = None) -> Entry[T] | None:
         """The value as it is now: `known` itself, if that is it still. None: there is none."""
@@ -275,6 +294,10 @@ class Bucket(Generic[T]):
         """All names of `scope`, in order."""
         return sorted(map(name_of, await self._keys(key_of(scope))))
 
+    def nbytes(self, value: T) -> int:
+        """As it is stored."""
+        return len(self._packed(value))
+
     # Values below a name, in an order of their own: events, nodes of a tree
 
     async def append(self, scope: Scope, name: str, below: str, value: T) -> None:
@@ -298,6 +321,11 @@ class Bucket(Generic[T]):
                         yield name_of(key), entry.value
         except (ConnectionError, TimeoutError) as error:
             raise StoreAway(str(error)) from error
+
+    async def get_below(self, scope: Scope, name: str, below: str) -> T | None:
+        """A value below `name`."""
+        entry = await self._get(key_of(scope, name, below), None)
+        return None if entry is None else entry.value
 
     async def all_below(self, scope: Scope, name: str) -> dict[str, T]:
         """The values below `name` now."""
@@ -341,12 +369,13 @@ class Bucket(Generic[T]):
         return None if raw is None else Entry(self._read(raw), stored.revision)
 
     def _packed(self, value: T) -> bytes:
-        return bytes((self._version,)) + encode(value)
+        return bytes((self._layout.version,)) + self._layout.encode(value)
 
     def _read(self, raw: bytes) -> T:
-        if raw[:1] != bytes((self._version,)):
-            raise OtherLayout(self._spec.name, raw[0] if raw else -1, self._version)
-        return self._decode(raw[1:])
+        version = self._layout.version
+        if raw[:1] != bytes((version,)):
+            raise OtherLayout(self._spec.name, raw[0] if raw else -1, version)
+        return self._layout.decode(raw[1:])
 
 
 _WHOLE: Final = b"\x00"

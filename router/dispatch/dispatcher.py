@@ -79,12 +79,11 @@ from mallee.router.dispatch.effects import (
 )
 from mallee.router.dispatch.inboxes import Inboxes, Injection
 from mallee.router.dispatch.jobs import ForkJob, Job, PrefillJob, abandon_prefill
-from mallee.router.dispatch.promises import BrokenPromises, Promise, not_kept
 from mallee.router.dispatch.queue import HELD, AdmissionConfig
 from mallee.router.dispatch.recovery.capsules import Capsules
 from mallee.router.dispatch.recovery.departures import Departures
+from mallee.router.dispatch.recovery.pending import BrokenPromises, Promise, Rebuilds, not_kept
 from mallee.router.dispatch.recovery.quarantine import Quarantine
-from mallee.router.dispatch.recovery.rebuilds import Rebuilds
 from mallee.router.dispatch.recovery.suspects import Suspects
 from mallee.router.dispatch.shards import Dispatch, Recompute, RequestState, Shard, runs
 from mallee.router.dispatch.texts import Texts
@@ -157,12 +156,13 @@ class Dispatcher:
             clock=clock,
             recheck_s=config.recheck_s,
         )
+        self._tickets = self._waiting.queue.tickets  # mostly none
         self._suspects = Suspects(config.patience_s)
         self._quarantine = Quarantine(can_convict=config.can_convict)
         self._departures = Departures()
         self._rebuilds = Rebuilds()
         self._broken = BrokenPromises()
-        self._capsules = Capsules(router, texts, self._departures)
+        self._capsules = Capsules(router, texts, self._departures.by_worker)
         self._inboxes = Inboxes()
         self._effects: list[Effect] = []
         self._has_had_workers = False
@@ -178,12 +178,9 @@ class Dispatcher:
     def _submit(self, state: RequestState) -> None:
         request, job = state.id, state.job
         assert request not in self._requests, f"{request} is here already"
-        hashes = self._texts.hashes(job)
-        dispatch = Dispatch(
-            *(state, job, range(job.num_branches), hashes),
-            num_moves=0,
-            weights=self._router.weights,
-        )
+        hashes, weights = self._texts.hashes(job), self._router.weights
+        branches = range(len(state.open))
+        dispatch = Dispatch(state, job, branches, hashes, num_moves=0, weights=weights)
         self._requests[request] = state
         if job.makes is not None:
             self._rebuilds.begin(job.makes)
@@ -276,14 +273,14 @@ class Dispatcher:
             row = branch - shard.branches.start
             if row in shard.open:
                 self._send(shard, Prioritize(shard.name, priority, row))
-        if self._inboxes:
+        if self._inboxes.waiting:
             for row in sorted(shard.open):
                 for injection in self._inboxes.of(shard.state.id, shard.branch_of(row)):
                     self._send_injection(shard, row, injection)
 
     def _drop_inboxes(self, state: RequestState, branches: Iterable[int]) -> None:
         """These branches are over."""
-        if self._inboxes:
+        if self._inboxes.waiting:
             for branch in branches:
                 for name in self._inboxes.drop(state.id, branch):
                     self._effects.append(NotInjected(name, UnknownBranch(state.id, branch)))
@@ -354,7 +351,8 @@ class Dispatcher:
     def _admit(self, dispatch: Dispatch) -> None:
         """Place it now, or let it wait. Raises MalleeError; then nothing of it is booked or waits."""
         is_held = not self._resolve(dispatch)
-        if not is_held and (self._waiting.is_free(dispatch.lane) or dispatch.is_moved):
+        is_next = not self._tickets or dispatch.is_moved or self._waiting.is_free(dispatch.lane)
+        if is_next and not is_held:
             try:
                 self._place(dispatch, True)
             except (Saturated, WorkerLost):
@@ -486,7 +484,8 @@ class Dispatcher:
                 how = part.how if dispatch.text is None else "recompute"
                 self._begin(dispatch, name, part.placement, part.rows, how, part, num_loans)
             home = parts[0].placement
-        self._waiting.note(home.worker)
+        if self._tickets or self._waiting.queue.trying:
+            self._waiting.note(home.worker)
         return home.overlap_blocks
 
     def _route_many(self, dispatch: Dispatch, may_wait: bool) -> Sequence[Part]:
@@ -549,7 +548,7 @@ class Dispatcher:
             self._send(shard, command)
         else:
             self._recompute(shard, holders, is_first=not rows.start)
-        if shard.recompute is None:
+        if shard.recompute is None and (state.priorities or self._inboxes.waiting):
             self._send_changes(shard)
         if shard.job.makes is not None:
             self._promise(shard, shard.job.makes)
@@ -597,7 +596,7 @@ class Dispatcher:
         if state is None:
             return True
         for shard in state.shards.values():
-            if shard.worker not in self._departures:
+            if shard.worker not in self._departures.by_worker:
                 # Again: a full directory forgets it.
                 self._learn_computing(shard, capsule)
                 return True
@@ -756,7 +755,8 @@ class Dispatcher:
             state.prompts[branch] = prompt
         if update.injected:
             self._inboxes.settle(update.injected)
-        self._tell(state, Deliver(state.id, branch, shard, update, prompt))
+        if not state.is_internal:
+            self._effects.append(Deliver(state.id, branch, shard, update, prompt))
         if update.finish is not None:
             self._end_row(shard, row)
 
@@ -782,7 +782,8 @@ class Dispatcher:
             self._router.observe_hit(shard.name, update.cached_tokens)
         shard.touched = now
         shard.state.blame = 0
-        self._acquit(shard.dispatch)
+        if self._quarantine.trials:
+            self._acquit(shard.dispatch)
 
     def _learn(self, shard: Shard, capsule: CapsuleId, boundary: int, hashes: Any) -> None:
         scope = owner_of(shard.job.scope)
@@ -922,7 +923,7 @@ class Dispatcher:
 
         `LetGo` follows when that is done and nothing runs there any more, unless it is lost before.
         """
-        if worker in self._departures or worker not in self._lives:
+        if worker in self._departures.by_worker or worker not in self._lives:
             return
         here = self._router.capsules_of(worker)
         known = [
@@ -1035,9 +1036,11 @@ class Dispatcher:
     def _end_row(self, shard: Shard, row: int) -> None:
         """A branch is over, and its client knows."""
         state = shard.state
+        branch = shard.branch_of(row)
         shard.open.discard(row)
-        state.open.discard(shard.branch_of(row))
-        self._drop_inboxes(state, (shard.branch_of(row),))
+        state.open.discard(branch)
+        if self._inboxes.waiting:
+            self._drop_inboxes(state, (branch,))
         if not shard.open:
             self._close(shard)
         if not state.open:
@@ -1097,14 +1100,17 @@ class Dispatcher:
             if not here:
                 del self._by_worker[shard.worker]
                 self._suspects.unwatch(shard.worker)
-                self._check_departed(shard.worker)
+                if self._departures.by_worker:
+                    self._check_departed(shard.worker)
         if (recompute := shard.recompute) is not None:
             shard.recompute = None
             del self._shards[recompute.request]
             if recompute.lost:
                 self._let_go(recompute.capsule)
-        self._waiting.wake(shard.worker)
-        self._acquit(shard.dispatch)
+        if self._tickets:
+            self._waiting.wake(shard.worker)
+        if self._quarantine.trials:
+            self._acquit(shard.dispatch)
 
     def _end(self, state: RequestState) -> None:
         """Forget a request none of whose branches is open."""
@@ -1144,10 +1150,11 @@ class Dispatcher:
 
     def next_time(self) -> float | None:
         """The time to call `on_time` next; None: not before something else happens."""
-        first = self._waiting.next_time()
-        for at in (self._suspects.next_time(), self._quarantine.next_time()):
-            if at is not None and (first is None or at < first):
-                first = at
+        first = self._suspects.next_time()
+        if self._tickets or self._quarantine.lost:
+            for at in (self._waiting.next_time(), self._quarantine.next_time()):
+                if at is not None and (first is None or at < first):
+                    first = at
         return first
 
     @property
@@ -1192,7 +1199,7 @@ class Dispatcher:
         under_way = set(self._rebuilds)
         assert made | self._departures.capsules() | unplaced <= under_way, "capsules not under way"
         assert under_way <= made | self._departures.capsules() | promised, "held for nothing"
-        assert all(each.is_under_way for each in self._quarantine.trials()), "a trial is over"
+        assert all(each.is_under_way for each in self._quarantine.trials), "a trial is over"
 
     def _promised(self) -> tuple[set[CapsuleId], set[CapsuleId]]:
         """The capsules that are promised, and those of them that are on no worker."""

@@ -103,7 +103,8 @@ class TokenMemory:
     def keep(self, capsule: CapsuleId, entry: CapsuleTokens) -> None:
         """Remember `entry` as `capsule`; instead of it the least recently used ones are forgotten."""
         self._use(entry.path)
-        self.forget(capsule)
+        if capsule in self._entries:
+            self.forget(capsule)
         self._entries[capsule] = entry
         while self.nbytes > self.max_nbytes:
             self.forget(next(iter(self._entries)))

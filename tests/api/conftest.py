@@ -203,9 +203,16 @@ class FakeService:
         self.bus = LocalBus(self.hub)
         self.bus.connect_now()
         self.store = Store(self.bus, StoreTerms("test"))
-        self.peers = Peers(self.bus, gateway=gateway, fleet="test", others=lambda: None, ids=SCOPES)
+        self.peers = Peers(
+            self.bus,
+            gateway=gateway,
+            fleet="test",
+            others=lambda: None,
+            ids=SCOPES,
+            clock=lambda: 0.0,
+        )
         self.records = SharedRecords(
-            LocalBus(LocalHub()),
+            self.bus,
             gateway="g0",
             fleet="test",
             others=lambda: None,

@@ -24,6 +24,7 @@ BARE = {
     ("runtime/tasks.py", "create_task"): "the group itself",
     ("api/deltas.py", "create_task"): "its request takes in how each ends",
     ("api/sse.py", "ensure_future"): "it lives as long as the request that watches by it",
+    ("api/responses/background.py", "ensure_future"): "its reader waits for it, or for its end",
     ("api/entry/idempotency.py", "ensure_future"): "its request waits for its end",
     ("api/callbacks/callbacks.py", "to_thread"): "files that are read, once",
     ("actors/mock/stack.py", "create_task"): "`wait` takes in how the server ends",

@@ -76,7 +76,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(gateway=gateways, place=places, length=lengths)
     def change(self, gateway: int, place: Any, length: int) -> None:
-        """What was read is replaced, by one of two that try."""
+        """Replace a value that was read, which one of two that try does."""
         bucket, value = self._buckets[gateway], self._new(length)
         try:
             entry = self._do(bucket.get(*place))
