@@ -4,8 +4,8 @@
 
 Parts: each file with the mark `process` by itself, two at a time; `properties`, the in-process property tests
 with fresh seeds and 100 examples; `stories`, those of faults in fleets with 500; `any gateway`, the tests of
-the API over a fleet, with three gateways that come and go (`support.any_gateway`); `clients`, `schemathesis` and
-`fuzz`, which the Makefile explains. `--only process` means all files. With `--times` the files run so
+the API over a fleet, with three gateways that come and go (`support.any_gateway`); `clients`, `schemathesis`
+and `fuzz`, which the Makefile explains. `--only process` means all files. With `--times` the files run so
 many times under load instead (`support.rounds`).
 The table is written after each part; parts that have not run keep what the last run wrote.
 """
