@@ -155,6 +155,7 @@ class CapsuleHandlers:
         capsule, visit = _capsule(request), caller_of(request).visit
         pruning = self._subtrees.prune(capsule, asked.scope)
         requests, capsules = await unless_gone(request.receive, pruning)
+        await visit.ready()
         with visit:
             releasing = release_each(self._gateway, capsules, asked.scope, visit.unkeep)
             num = await unless_gone(request.receive, releasing)

@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
+from hashlib import blake2b
 from types import MappingProxyType
 from typing import Final
 
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 
 MINUTE_S: Final = 60.0
 AGAIN_S: Final = 0.1  # before a limit that was used up is looked at again
+GONE_S: Final = 5.0  # for which a gateway is not heard of
 AHEAD: Final = 20  # the part of a limit that all gateways together take ahead
 LAYOUT: Final = 1
 TTL_S: Final = 7 * 86_400.0
@@ -86,15 +88,8 @@ class Part:
         """Whether others are to know of it: of what was overdrawn, or isn't used any more."""
         return self.free < 0 if self.is_rate else self.free > 2 * self.ahead
 
-    def lease(
-        self, quota: Quota, holder: str, need: float, others: Collection[str], now: float
-    ) -> float:
-        """Take of the quota what is needed, and some ahead. The amount that is leased from then on."""
-        return (self._of_rate if self.is_rate else self._at_once)(quota, holder, need, others, now)
-
-    def _of_rate(
-        self, quota: Quota, holder: str, need: float, others: Collection[str], now: float
-    ) -> float:
+    def of_rate(self, quota: Quota, need: float, now: float) -> float:
+        """Take of a rate what is needed, and some ahead. The amount that is leased from then on."""
         rate = quota.rates.setdefault(self.what, Rate(self.limit, now))
         rate.fill(self.limit, now)
         owed = max(0.0, -self.free)
@@ -111,11 +106,12 @@ class Part:
         self.total = self.limit
         return self.leased + owed + more
 
-    def _at_once(
-        self, quota: Quota, holder: str, need: float, others: Collection[str], now: float
+    def at_once(
+        self, quota: Quota, holder: str, need: float, is_gone: Callable[[str], bool]
     ) -> float:
+        """As `of_rate`, of what is there at once."""
         leases = quota.leases.setdefault(self.what, {})
-        for each in [each for each in leases if each.partition("/")[0] not in others]:
+        for each in [each for each in leases if each == holder or is_gone(each)]:
             del leases[each]
         elsewhere = sum(leases.values())
         rest = max(0.0, self.limit - elsewhere - self.used)
@@ -147,6 +143,7 @@ class Shared:
         self._new_key = new_key
         self.others = others
         self.clock = clock
+        self._missing: dict[str, float] = {}  # holders, since when
         self.bucket: Bucket[Quota] = store.bucket(
             "quotas", Quota, version=LAYOUT, ttl_s=TTL_S, max_nbytes=MAX_NBYTES
         )
@@ -155,6 +152,17 @@ class Shared:
     def holder(self) -> str:
         """The name of its leases: it is of this life of this gateway."""
         return f"{self._gateway}/{self._new_key()}"
+
+    def is_gone(self, holder: str) -> bool:
+        """Whether its gateway has died, and not just this one has come, or was cut off."""
+        gateway, now = holder.partition("/")[0], self.clock()
+        if gateway in (self.others() or ()):
+            self._missing.pop(holder, None)
+            return False
+        is_gone = gateway == self._gateway or now - self._missing.setdefault(holder, now) >= GONE_S
+        if is_gone:
+            self._missing.pop(holder, None)
+        return is_gone
 
 
 class Use:
@@ -194,7 +202,10 @@ class Use:
             part = self._parts.get(what)
             if part is None:
                 part = self._parts[what] = Part(what, limit or 0)
+            if part.is_rate and not part.is_limited:
+                part.leased = part.used = 0.0
             part.limit, part.is_limited = limit or 0, limit is not None
+        self._is_limited = any(part.is_limited for part in self._parts.values())
 
     @property
     def is_idle(self) -> bool:
@@ -218,7 +229,7 @@ class Use:
         `more`: what it needs now, by the names of `Visit.ready`.
         """
         shared = self._shared
-        if shared is None:
+        if shared is None or not self._is_limited:
             return
         need = {_NAMES[name]: n for name, n in more.items()} or _FIRST
         wanted = _MAYBE | need
@@ -230,20 +241,23 @@ class Use:
                 return
             try:
                 await self._lease(shared, wanted)
-            except StoreAway:
+            except Unavailable:
                 if self._lacking(need):
                     raise
 
     async def _lease(self, shared: Shared, need: Mapping[str, float]) -> None:
+        name = blake2b(self.key.name.encode(), digest_size=16).hexdigest()
         while True:
-            entry = await shared.bucket.get(COMMON, self.key.name, self._known)
+            entry = await shared.bucket.get(COMMON, name, self._known)
             quota, revision = entry or (Quota(), 0)
             self._known = None
-            leased = self._take(quota, shared.holder, need, shared.others() or (), shared.clock())
+            num = AHEAD * (1 + len(shared.others() or ()))
+            now = shared.clock()
+            leased = self._take(quota, need, now, shared.holder, shared.is_gone, num)
             for part, amount in leased.items():
                 if not part.is_rate:  # nothing that is given back is used from now on
                     part.leased = min(part.leased, amount)
-            put = await shared.bucket.put(COMMON, self.key.name, quota, at=revision)
+            put = await shared.bucket.put(COMMON, name, quota, at=revision)
             if put is not None:
                 break
         self._known = Entry(quota, put)
@@ -252,17 +266,21 @@ class Use:
     def _take(
         self,
         quota: Quota,
-        holder: str,
         need: Mapping[str, float],
-        others: Collection[str],
         now: float,
-        num_ahead: int = AHEAD,
+        holder: str = "",
+        is_gone: Callable[[str], bool] = bool,
+        ahead: int = 0,
     ) -> dict[Part, float]:
+        """The amounts that are leased then, with the part `1 / ahead` of each limit beyond what is needed."""
         leased = {}
         for part in self._parts.values():
             if part.is_limited:
-                part.ahead = part.limit // (num_ahead * (1 + len(others))) if num_ahead else 0
-                leased[part] = part.lease(quota, holder, need.get(part.what, 0), others, now)
+                part.ahead, wanted = part.limit // ahead if ahead else 0, need.get(part.what, 0)
+                if part.is_rate:
+                    leased[part] = part.of_rate(quota, wanted, now)
+                else:
+                    leased[part] = part.at_once(quota, holder, wanted, is_gone)
         return leased
 
     def _have(self, leased: Mapping[Part, float], need: Mapping[str, float]) -> None:
@@ -280,7 +298,7 @@ class Use:
         lacking = self._lacking(need)
         shared = self._shared
         if lacking and shared is None:
-            self._have(self._take(self._own, "", need, (), self._clock(), 0), need)
+            self._have(self._take(self._own, need, self._clock()), need)
             lacking = self._lacking(need)
         for part in lacking:
             if shared is not None and not shared.store.is_up:
@@ -312,9 +330,7 @@ class Use:
             self._is_telling = False
 
     def _changed(self) -> None:
-        if self._shared is not None and any(
-            part.is_limited and part.is_to_tell for part in self._parts.values()
-        ):
+        if self._is_limited and any(p.is_limited and p.is_to_tell for p in self._parts.values()):
             self._tell_soon()
 
     # Requests

@@ -86,7 +86,7 @@ async def gateways(
 async def test_requests_per_minute_are_counted_over_all_gateways(
     num: int, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """F11, part: in a minute and those after it, within a tenth, wherever they come; one alone gets all."""
+    """In a minute and those after it, within a tenth, wherever they come; one alone gets all."""
     async with gateways(num, monkeypatch, requests_per_minute=limit) as (made, clock):
         draw, admitted, start = random.Random(num * limit), 0, clock.now
         for step in range(120):  # of two seconds; from half of them on at one gateway
@@ -106,7 +106,7 @@ async def test_requests_per_minute_are_counted_over_all_gateways(
 async def test_what_is_there_at_once_is_counted_over_all_gateways(
     num: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """F11, part: requests, branches; never more than the limit, and nine tenths at least; it comes back."""
+    """Requests, branches; never more than the limit, and nine tenths at least; it comes back."""
     limits = {"max_running": 100, "max_branches": 160}
     async with gateways(num, monkeypatch, **limits) as (made, _):
         draw, running = random.Random(num), list[tuple[Gateway, Visit, int]]()
@@ -135,18 +135,21 @@ async def test_what_is_there_at_once_is_counted_over_all_gateways(
 
 
 async def test_a_gateway_that_dies_frees_what_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    """F11, part: also if another comes under its name."""
+    """Also if another comes under its name."""
     async with gateways(2, monkeypatch, max_running=10) as ([a, b], _):
         assert all([await a.request() for _ in range(10)])
         assert await b.request() is None
         a.living.discard("g0")
+        b.clock.now += 1
+        assert await b.request() is None  # it may be heard of again
+        b.clock.now += 5
         assert all([await b.request() for _ in range(10)])
 
 
 async def test_tokens_that_are_owed_are_known_to_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """F11, part: of a long answer, while it runs."""
+    """Of a long answer, while it runs."""
     async with gateways(2, monkeypatch, tokens_per_minute=600) as ([a, b], clock):
         visit = await a.request(tokens=10)
         assert visit is not None
@@ -159,7 +162,7 @@ async def test_tokens_that_are_owed_are_known_to_the_others(
 
 
 async def test_capsules_are_counted_over_all_gateways(monkeypatch: pytest.MonkeyPatch) -> None:
-    """F11, part: by number and by tokens."""
+    """By number and by tokens."""
     limits = {"max_capsules": 4, "max_capsule_tokens": 100}
     async with gateways(2, monkeypatch, **limits) as ([a, b], clock):
 
@@ -187,7 +190,7 @@ async def test_capsules_are_counted_over_all_gateways(monkeypatch: pytest.Monkey
 async def test_without_the_store_a_gateway_goes_on_with_what_it_leased(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """F11, part: then it is 503, not 429: the key may have more."""
+    """Then it is 503, not 429: the key may have more."""
     async with gateways(2, monkeypatch, requests_per_minute=800) as ([a, b], _):
         assert await a.request() is not None
         a.bus._hub.set_up(False)
