@@ -52,7 +52,10 @@ class Gateway:
         router, memory = context.router, TokenMemory(token_memory_nbytes)
         block_size = router.config.block_size
         config = DispatchConfig(
-            admission or AdmissionConfig(), max_moves=MAX_MOVES, patience_s=PATIENCE_S
+            admission or AdmissionConfig(),
+            max_moves=MAX_MOVES,
+            patience_s=PATIENCE_S,
+            asks_first=True,
         )
         texts = TokenTexts(memory, context.model, block_size, serving=router)
         dispatcher = Dispatcher(router, texts, config, clock=context.clock)
@@ -81,7 +84,7 @@ class Gateway:
             others=lambda: links.other_gateways,
             belongs=context.ids.belongs,
         )
-        self.capsules: Final = Capsules(context, self.shell, self.records, memory, files)
+        self.capsules: Final = Capsules(context, self.shell, self.store, self.peers, memory, files)
         self.sessions: Final = GatewaySessions(
             context, self.shell, self.capsules, self.records, sessions or SessionLimits()
         )
@@ -90,7 +93,7 @@ class Gateway:
             self.shell,
             self.capsules,
             self.sessions,
-            self.records,
+            self.peers,
             memory,
             recorder=recorder,
             spans=spans,
@@ -128,11 +131,8 @@ class Gateway:
 
     async def close(self) -> None:
         """End every answer, every link and every task."""
-        successor = self.shell.links.newest_gateway
+        self.capsules.texts.close()
         await self.shell.end_requests()
-        # Not before: what is promised and not there goes with this gateway.
-        if successor is not None:
-            self.capsules.texts.leave_to(successor)
         await self.tasks.close()
         await self.records.close()
         await self.sessions.close_up()

@@ -6,7 +6,7 @@ replay drives in virtual time; NATS feeds the router but is never on the path of
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Final, NamedTuple, Protocol
 
@@ -25,6 +25,7 @@ from mallee.router.dispatch.effects import (
     Ended,
     Failed,
     LetGo,
+    Missing,
     NotInjected,
     Placed,
     Rebuilt,
@@ -105,6 +106,8 @@ class Shell:
             clock=context.clock,
         )
         self.questions = WorkerQuestions(self.links)
+        self.check_missing: Callable[[CapsuleId, Scope], Awaitable[None]]
+        """Raises the error of a capsule that must not be computed again; set by `Capsules`."""
 
     def check_open(self) -> None:
         """Raises Unavailable, once this gateway closes."""
@@ -210,6 +213,8 @@ class Shell:
                 case Rebuilt(capsule=capsule, source=source, worker=worker):
                     securing = self._secure(capsule, source, worker)
                     self.tasks.spawn(securing, name="a durable capsule")
+                case Missing():
+                    self.tasks.spawn(self._confirm(effect), name="a capsule that is missing")
                 case LetGo(worker=worker):
                     # Not at once: effects that follow may be for that worker.
                     self._loop.call_soon(self.links.let_go, worker)
@@ -257,6 +262,16 @@ class Shell:
         finally:
             self.dispatcher.secured(source, capsule)
             self.carry_out()
+
+    async def _confirm(self, missing: Missing) -> None:
+        """Tell the dispatcher whether a capsule may be computed again."""
+        error: MalleeError | None = None
+        try:
+            await self.check_missing(missing.capsule, missing.scope)
+        except MalleeError as refusal:
+            error = refusal
+        self.dispatcher.confirm(missing.capsule, error)
+        self.carry_out()
 
     def _on_time(self) -> None:
         self._timer = None

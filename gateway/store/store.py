@@ -115,6 +115,7 @@ class Store:
         self._waiting: dict[tuple[str, str], Write] = {}  # by bucket and key, the oldest first
         self._sent: dict[tuple[str, str], Write] = {}  # under way
         self._nbytes = 0  # of both
+        self._settling: dict[tuple[str, str], asyncio.Event] = {}  # that are waited for
         self._num_changing = 0
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -180,6 +181,17 @@ class Store:
             return False
         return True
 
+    async def settled(self, spec: BucketSpec, key: str, wait_s: float) -> bool:
+        """As `flush`, for the writes of one key."""
+        if self.pending(spec, key) is None:
+            return True
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._settling.setdefault((spec.name, key), asyncio.Event()).wait()
+        except TimeoutError:
+            return False
+        return True
+
     async def close(self, wait_s: float = 2.0) -> None:
         """Send what waits, if the store takes it soon."""
         if not await self.flush(wait_s if self.is_up else 0.0):
@@ -231,6 +243,8 @@ class Store:
                 self._nbytes -= self._sent[place].nbytes
                 self._sent[place] = newer
         self._nbytes -= self._sent.pop(place).nbytes
+        if place not in self._waiting and (settling := self._settling.pop(place, None)):
+            settling.set()
         self._begin()
 
     async def _is_put(self, write: Write) -> bool:
@@ -289,6 +303,10 @@ class Bucket(Generic[T]):
     def delete_soon(self, scope: Scope, name: str) -> None:
         """Forget it, and all below it, in the background."""
         self._store.write_soon(Write(self._spec, key_of(scope, name), None))
+
+    async def settled(self, scope: Scope, name: str, wait_s: float) -> bool:
+        """Wait until all writes of a name are in the store; False: they were not within `wait_s`."""
+        return await self._store.settled(self._spec, key_of(scope, name), wait_s)
 
     async def names(self, scope: Scope) -> list[str]:
         """All names of `scope`, in order."""

@@ -71,6 +71,7 @@ from mallee.router.dispatch.effects import (
     Ended,
     Failed,
     LetGo,
+    Missing,
     NotInjected,
     Placed,
     Rebuilt,
@@ -114,7 +115,8 @@ class DispatchConfig(NamedTuple):
 
     `max_moves`: of one branch from worker to worker. `patience_s`: for which a busy worker may make no
     progress; None: workers never hang. `can_convict`: a request that two workers died of is refused; else
-    suspects are tried for ever.
+    suspects are tried for ever. `asks_first`: if a worker lacks a capsule, it is computed again once the
+    shell has confirmed that no client released it.
     """
 
     admission: AdmissionConfig = AdmissionConfig()
@@ -122,6 +124,7 @@ class DispatchConfig(NamedTuple):
     recheck_s: float | None = RECHECK_S
     patience_s: float | None = None
     can_convict: bool = True
+    asks_first: bool = False
 
 
 class Dispatcher:
@@ -161,6 +164,7 @@ class Dispatcher:
         self._quarantine = Quarantine(can_convict=config.can_convict)
         self._departures = Departures()
         self._rebuilds = Rebuilds()
+        self._doubted = set[CapsuleId]()  # of those under way: the shell looks if they are wanted
         self._broken = BrokenPromises()
         self._capsules = Capsules(router, texts, self._departures.by_worker)
         self._inboxes = Inboxes()
@@ -191,6 +195,9 @@ class Dispatcher:
             if job.makes is not None:
                 self._rebuilds.end(job.makes)
             raise
+        if job.makes is not None and (log := self._texts.log(job, 0)) is not None:
+            ttl_s = job.ttl_s if isinstance(job, PrefillJob) else None
+            log.note(job.makes, 0, job.prompt_tokens, ttl_s)
 
     def cancel(self, request: RequestId, branch: int | None = None) -> None:
         """The client gave up `branch`, or all that was left. Ignored if that is over."""
@@ -567,10 +574,13 @@ class Dispatcher:
         return Promise(state.job.prompt_tokens, worker, state.arrival)
 
     def lacks(self, capsule: CapsuleId) -> bool:
-        """Whether no worker that stays has `capsule`, and this gateway can't make it. Raises CapsuleStale."""
+        """Whether no worker that stays has `capsule`, and none makes it for this gateway.
+
+        Raises CapsuleStale.
+        """
         if self.promise(capsule) is not None or capsule in self._rebuilds:
             return False
-        return self._capsules.worker_of(capsule) is None and not self._capsules.is_lost(capsule)
+        return self._capsules.worker_of(capsule) is None
 
     def _promising(self, capsule: CapsuleId) -> RequestState | None:
         """The request that computes `capsule` for the first time."""
@@ -579,9 +589,6 @@ class Dispatcher:
 
     def _promise(self, shard: Shard, capsule: CapsuleId) -> None:
         """Have forks of the capsule that `shard` makes follow it to its worker."""
-        if shard.log is not None:
-            ttl_s = shard.job.ttl_s if isinstance(shard.job, PrefillJob) else None
-            shard.log.note(capsule, 0, shard.job.prompt_tokens, ttl_s)
         self._learn_computing(shard, capsule)
         self._let_go(capsule)
 
@@ -605,8 +612,6 @@ class Dispatcher:
 
     def _recall(self, shard: Shard, capsule: CapsuleId) -> None:
         """A shard is over that has not made the capsule that it promised; another one may."""
-        if shard.log is not None:
-            shard.log.drop(capsule)
         self._router.forget_capsule(capsule)
         if shard.state.open:
             self._rebuilds.begin(capsule)
@@ -622,9 +627,16 @@ class Dispatcher:
         if state.is_made:
             self._let_go(capsule)
             return
+        if (log := self._texts.log(state.job, 0)) is not None:
+            log.drop(capsule)
         broken = self._broken.get(capsule)
         error = CapsuleAbandoned(capsule) if broken is None else broken.error
         assert error is not None, "it is broken by an error"
+        self._fail_held(capsule, error)
+
+    def _fail_held(self, capsule: CapsuleId, error: MalleeError) -> None:
+        """End what is held for a capsule that will not be there."""
+        self._doubted.discard(capsule)
         for dispatch in self._rebuilds.end(capsule):
             self._waiting.cancel(dispatch)
             self._fail_dispatch(dispatch, error)
@@ -691,8 +703,17 @@ class Dispatcher:
         if recompute.lost:
             self._let_go(recompute.capsule)
 
+    def confirm(self, capsule: CapsuleId, error: MalleeError | None) -> None:
+        """The answer to `Missing`: it may be computed again, or with an `error` not."""
+        if capsule in self._doubted:
+            if error is None:
+                self._let_go(capsule)
+            else:
+                self._fail_held(capsule, error)
+
     def _let_go(self, capsule: CapsuleId) -> None:
         """Try again what was held for `capsule`."""
+        self._doubted.discard(capsule)
         for dispatch in self._rebuilds.end(capsule):
             self._waiting.cancel(dispatch)
             dispatch.state.waiting.remove(dispatch)
@@ -795,6 +816,10 @@ class Dispatcher:
         if code in _CAPSULE_GONE and capsule is not None:
             self._router.forget_capsule(capsule)
             if self._capsules.text(capsule) is not None:
+                if self._config.asks_first and capsule not in self._rebuilds:
+                    self._rebuilds.begin(capsule)
+                    self._doubted.add(capsule)
+                    self._effects.append(Missing(capsule, owner_of(shard.job.scope)))
                 self._move(shard, "capsule")
                 return
         error = from_wire(update.error)
@@ -1030,8 +1055,9 @@ class Dispatcher:
             for shard in list(state.shards.values()):
                 self._close(shard)
             self._fail_branches(state, sorted(state.open), error)
-        for capsule in left:
+        for capsule in (*left, *self._doubted):
             self._rebuilds.end(capsule)
+        self._doubted.clear()
 
     def _end_row(self, shard: Shard, row: int) -> None:
         """A branch is over, and its client knows."""
@@ -1198,7 +1224,8 @@ class Dispatcher:
         promised, unplaced = self._promised()
         under_way = set(self._rebuilds)
         assert made | self._departures.capsules() | unplaced <= under_way, "capsules not under way"
-        assert under_way <= made | self._departures.capsules() | promised, "held for nothing"
+        wanted = made | self._departures.capsules() | promised | self._doubted
+        assert self._doubted <= under_way <= wanted, "held for nothing"
         assert all(each.is_under_way for each in self._quarantine.trials), "a trial is over"
 
     def _promised(self) -> tuple[set[CapsuleId], set[CapsuleId]]:

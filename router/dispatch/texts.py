@@ -269,7 +269,7 @@ class TokenLog:
             self._memory.keep(capsule, entry.cut(at, residue))
 
     def drop(self, capsule: CapsuleId) -> None:
-        self._memory.forget(capsule)
+        self._memory.drop(capsule)
 
     def tail(self, row: int, num: int) -> tuple[int, ...]:
         drawn = self._drawn.get(row)

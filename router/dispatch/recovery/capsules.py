@@ -91,10 +91,6 @@ class Capsules:
             return text is not None and text.grammar is not None
         return self._texts.knows(job.capsule)
 
-    def is_lost(self, capsule: CapsuleId) -> bool:
-        """Whether `capsule` went with its worker, and can be computed again."""
-        return self._texts.knows(capsule) and self._went_with_worker(capsule)
-
     def _went_with_worker(self, capsule: CapsuleId) -> bool:
         """Whether `capsule` is gone, or as good as gone, by the end of its worker and not by its own."""
         if self._router.was_lost(capsule):

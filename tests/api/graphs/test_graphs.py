@@ -28,7 +28,7 @@ from mallee.router.config import RouterConfig
 from support.graph_runs import CHAT, DOC, GREEDY, MODEL, client_of, nothing_left, times_add_up
 from support.live_api import served
 from support.live_fleet import LiveFleet, kill_gateway, lose, running
-from support.plain_ids import SCOPES
+from support.plain_ids import scopes_at
 from support.tiny_fleet import tiny_fleet
 from support.waiting import elapse, until, until_asked
 
@@ -369,13 +369,13 @@ async def test_a_budget_bounds_the_whole_graph() -> None:
 async def two_clients() -> AsyncIterator[tuple[AsyncMallee, AsyncMallee, LiveFleet, "Entry"]]:
     """A client of each of two gateways, and an entry before the first, by which clients find another."""
     async with (
-        tiny_fleet(MODEL, 1, gateways=2, syncs=True, ids=SCOPES) as fleet,
+        tiny_fleet(MODEL, 1, gateways=2, syncs=True, ids=scopes_at) as fleet,
         served(fleet.gateways[0]) as (here, server),
         served(fleet.gateways[1]) as (there, _),
         AsyncMallee(here) as a,
         AsyncMallee(there) as b,
     ):
-        await until(lambda: all(len(each.records._others()) == 1 for each in fleet.gateways))
+        await until(lambda: all(len(each.peers.others) == 1 for each in fleet.gateways))
 
         def kill() -> None:
             kill_gateway(fleet, 0)
