@@ -32,7 +32,6 @@ log = logging.getLogger(__name__)
 
 LAYOUT: Final = 1
 TTL_S: Final = 7 * 86_400.0  # for which nothing of a budget was used
-MAX_NBYTES: Final = 256 << 20
 RETRY_S: Final = 0.2
 MAX_KEPT: Final = 1 << 14  # budgets that wait for the store
 _KEY: Final = 16  # digits
@@ -140,7 +139,7 @@ class Budgets:
         self.clock = clock
         self._store = store
         self._bucket: Bucket[BudgetTree] = store.bucket(
-            "budgets", BudgetTree, version=LAYOUT, ttl_s=TTL_S, max_nbytes=MAX_NBYTES
+            "budgets", BudgetTree, version=LAYOUT, ttl_s=TTL_S
         )
         self._gateway = gateway
         self._others = others

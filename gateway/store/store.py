@@ -92,6 +92,7 @@ class StoreTerms(NamedTuple):
     """Terms of the buckets at the broker, whose names begin with the store's."""
 
     name: str
+    max_nbytes: int = 256 << 20  # of a bucket that has no bound of its own
     is_in_memory: bool = False
     num_replicas: int = 1
 
@@ -143,7 +144,7 @@ class Store:
         *,
         version: int,
         ttl_s: float,
-        max_nbytes: int,
+        max_nbytes: int | None = None,
         is_json: bool = False,
     ) -> "Bucket[T]":
         """The bucket of values of one kind. `version` (below 256) is that of the kind's layout.
@@ -153,7 +154,7 @@ class Store:
         spec = BucketSpec(
             name=self._subjects.bucket(name),
             ttl_s=ttl_s,
-            max_nbytes=max_nbytes,
+            max_nbytes=max_nbytes or self._terms.max_nbytes,
             is_in_memory=self._terms.is_in_memory,
             num_replicas=self._terms.num_replicas,
         )
