@@ -114,6 +114,7 @@ class Server:
         """
         caller = caller_of(request)
         if caller.visit is not UNLIMITED:
+            await caller.visit.ready(branches=plan.num_choices)
             caller.visit.begin(plan.num_choices, plan.prompt_tokens)
         prepare_s = age_s(request)
         if not plan.stream:
@@ -140,6 +141,7 @@ class Server:
     async def make(self, job: PrefillJob, visit: Visit, prepare_s: float = 0.0) -> Delta:
         """The last delta of `job`, which names the capsule; it counts in `visit`. Raises MalleeError."""
         tokens = len(job.tokens)
+        await visit.ready(capsules=1, capsule_tokens=tokens)
         with visit.making(tokens, self.gateway.capsules.is_kept) as keep:
             visit.begin(1, tokens)
             made = await prefill(self.gateway, job, prepare_s, self._prefill_name(job))
@@ -184,6 +186,7 @@ class Server:
         caller, tokens = caller_of(request), len(job.tokens)
         name = self._prefill_name(job)
         capsule = capsule_id(name)
+        await caller.visit.ready(capsules=1, capsule_tokens=tokens)
         with ExitStack() as stay:
             visit = stay.enter_context(caller.visit.staying())
             keep = stay.enter_context(visit.making(tokens, self.gateway.capsules.is_kept))

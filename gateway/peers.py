@@ -86,6 +86,11 @@ class Peers:
         is_heard = gateway in others or gateway == self.gateway
         return not is_heard and self._clock() >= self._settled_at
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether there will never be another gateway."""
+        return self._others() is None
+
     def share(self, kind: str, answer: Answer) -> None:
         """Answer the others' questions of a kind."""
         self._answers[kind] = answer
