@@ -42,7 +42,7 @@ class Background:
         self.streams = streams
         self._run = run
         self._stored = stored
-        self._name: str = run.writer.body["id"]
+        self._name = run.writer.body.id
         self._events: list[bytes] = []
         self._num_stored = 0  # of them
         self._revision: int | None = 0  # of its record; None: another has ended or deleted it
@@ -151,7 +151,7 @@ class Background:
         if self._revision is not None:
             record = self._record
             self._revision = await self._stored.put(self.scope, record, at=self._revision)
-            self._status = record.body["status"]
+            self._status = record.body.status
 
     async def _end(self) -> None:
         """Store the end, and have the last event."""

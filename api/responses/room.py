@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 from starlette.requests import Request
@@ -22,6 +23,7 @@ from mallee.api.responses.turns import PlannedTurn, TurnMaker
 from mallee.api.responses.writing import Writer, opening, sse
 from mallee.api.serve import Server, json_response
 from mallee.api.sse import EventStream, unless_gone
+from mallee.gateway.peers import PeerSilent
 from mallee.gateway.store.store import StoreAway
 from mallee.protocol.api.responses import ResponseDeleted, ResponseList, ResponseRequest
 from mallee.protocol.errors import (
@@ -152,7 +154,7 @@ class Responses:
 
     async def cancel(self, request: Request) -> Response:
         record = await self._record(request)
-        if not record.body["background"]:
+        if not record.body.background:
             raise BadRequest(
                 "only a response made with background=true can be cancelled; of others hang up"
             )
@@ -181,7 +183,7 @@ class Responses:
         param = "previous_response_id"
         record = (await self._stored.find(body.previous_response_id, scope, param)).value
         if record.state is None:
-            status = record.body["status"]
+            status = record.body.status
             remedy = f"it is {status} and has no answer to go on from"
             raise InvalidParameter(param, record.id, remedy)
         return record.state
@@ -210,17 +212,17 @@ class Responses:
         left = previous.left if previous is not None else None
         bound = self._server.bound(planned.plan, left.capsule if left is not None else None)
         named = self._server.named(scope, bound)
+        name = conversation_of(body)
+        if talk is not None:
+            check_room(talk, len(planned.items), "conversation")
         begun = opening(
             body,
             f"{ID_PREFIX}{named.name.removeprefix('req_')}",
             int(self._server.clock()),
             self._server.model_name,
-            offered(body.tools) or [],
+            tools=offered(body.tools) or [],
+            conversation=name,
         )
-        name = conversation_of(body)
-        if talk is not None:
-            check_room(talk, len(planned.items), "conversation")
-            begun["conversation"] = {"id": name}
         writer = Writer(
             body,
             begun,
@@ -262,7 +264,7 @@ class Responses:
             run, self._stored, caller.visit, tenant=caller.tenant, streams=streams
         )
         answer = run.writer.shown
-        name = answer["id"]
+        name = answer.id
         self._background[name] = background
         background.start(self._tasks)
         background.life.add_done_callback(lambda _: self._background.pop(name))
@@ -295,7 +297,8 @@ class Responses:
         if record.gateway == self._peers.gateway:
             await self._end_here(record.id)
         else:
-            await self._peers.ask(record.gateway, _END, record.id, scope, wait_s=END_S)
+            with suppress(PeerSilent):  # it may have gone meanwhile, or have ended it
+                await self._peers.ask(record.gateway, _END, record.id, scope, wait_s=END_S)
         found = (await self._stored.find(record.id, scope)).value
         if not found.is_over:
             raise Unavailable(

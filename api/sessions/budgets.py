@@ -2,16 +2,13 @@
 
 from typing import Final
 
-from msgspec import structs
-
-from mallee.api.branches.accounts import Budget
+from mallee.api.branches.accounts import Budget, BudgetView, ResourceView
 from mallee.api.branches.budgets import Budgets
 from mallee.gateway.gateway import Gateway
 from mallee.gateway.sessions.sessions import SessionView
 from mallee.protocol.api.sessions import Resource, SessionBudget
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import MalleeError, Unavailable
-from mallee.protocol.gateways.loans import BudgetView, ResourceView
 from mallee.protocol.gateways.session_notes import SessionNote, decode_session_note
 from mallee.protocol.ids import Scope, account_of
 
@@ -101,4 +98,4 @@ class SessionBudgets:
 
 
 def _resource(view: ResourceView | None) -> Resource | None:
-    return None if view is None else Resource(**structs.asdict(view))
+    return None if view is None else Resource(**view._asdict())

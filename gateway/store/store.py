@@ -15,9 +15,9 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from contextlib import aclosing, contextmanager
-from typing import Final, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -116,6 +116,7 @@ class Store:
         self._sent: dict[tuple[str, str], Write] = {}  # under way
         self._nbytes = 0  # of both
         self._settling: dict[tuple[str, str], asyncio.Event] = {}  # that are waited for
+        self._num_changing = 0
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self.num_refused = 0  # writes that found no room
@@ -129,7 +130,7 @@ class Store:
     @property
     def num_waiting(self) -> int:
         """Writes that are not in the store yet."""
-        return len(self._waiting) + len(self._sent)
+        return len(self._waiting) + len(self._sent) + self._num_changing
 
     @property
     def waiting_nbytes(self) -> int:
@@ -196,6 +197,16 @@ class Store:
         if not await self.flush(wait_s if self.is_up else 0.0):
             log.warning("%d writes did not reach the gateways' store", self.num_waiting)
         await self.tasks.close()
+
+    def spawn(self, change: Coroutine[Any, Any, None], name: str) -> None:
+        """Run what reads a value and puts it changed, which counts as a write that waits."""
+        self._num_changing += 1
+        self._is_idle.clear()
+        self.tasks.spawn(change, name=name).add_done_callback(self._changed)
+
+    def _changed(self, _: asyncio.Task[None]) -> None:
+        self._num_changing -= 1
+        self._begin()
 
     def pending(self, spec: BucketSpec, key: str) -> Write | None:
         """The last write of a key that is not known to be in the store yet."""

@@ -16,10 +16,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mallee.gateway.gateway import Gateway
 from support.live_fleet import LiveFleet
+from support.plain_ids import scopes_at
 from support.waiting import until
 
 IS_ON: Final = os.environ.get("ANY_GATEWAY") == "1"
-NUM_GATEWAYS: Final = 3
+OPTIONS: Final[dict[str, Any]] = {"gateways": 3, "syncs": True, "ids": scopes_at}
+"""Of a fleet for it."""
 LIFE_S: Final = 2.0
 WAIT_S: Final = 10.0  # for a new gateway to know the fleet
 
@@ -88,8 +90,3 @@ async def any_gateway(
     finally:
         replacing.cancel()
         await asyncio.wait([replacing])
-
-
-def options_of(options: dict[str, Any], ids: Any) -> dict[str, Any]:
-    """Options of a fleet for it."""
-    return {**options, "gateways": NUM_GATEWAYS, "syncs": True, "ids": ids}

@@ -230,7 +230,7 @@ async def test_a_capsule_that_is_lost_on_the_way_is_computed_from_the_stored_con
 
 async def test_a_reader_that_is_slow_at_the_end_gets_the_end() -> None:
     run = create_autospec(Run, instance=True)  # it never begins
-    run.scope, run.writer = COMMON, SimpleNamespace(body={"id": "resp_a"})
+    run.scope, run.writer = COMMON, SimpleNamespace(body=SimpleNamespace(id="resp_a"))
     background = Background(run, Mock(), UNLIMITED, tenant="", streams=True)
     background._events.append(b"first")
     reading = background.follow(-1)
