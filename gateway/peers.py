@@ -78,13 +78,15 @@ class Peers:
         """The other gateways that live, as far as is known."""
         return self._others() or ()
 
+    @property
+    def knows_all(self) -> bool:
+        """Whether `others` has every gateway that lives, but for one that has just begun."""
+        return self._others() is None or self._clock() >= self._settled_at
+
     def is_gone(self, gateway: str) -> bool:
         """Whether it is certain that another gateway lives no more."""
-        others = self._others()
-        if others is None:
-            return gateway != self.gateway
-        is_heard = gateway in others or gateway == self.gateway
-        return not is_heard and self._clock() >= self._settled_at
+        is_heard = gateway in self.others or gateway == self.gateway
+        return not is_heard and self.knows_all
 
     @property
     def is_alone(self) -> bool:
