@@ -35,7 +35,7 @@ class Subtrees:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        gateway.records.share(_BELOW, self._tell)
+        gateway.peers.share(_BELOW, self._tell)
 
     async def prune(self, capsule: CapsuleId, scope: Scope) -> tuple[list[str], list[CapsuleId]]:
         """End the whole subtree: its requests that were not over, and the capsules that all of them left.
@@ -67,7 +67,7 @@ class Subtrees:
         found: list[_Part] = []
         for i in range(0, len(origins), MAX_ORIGINS):
             given = encode(origins[i : i + MAX_ORIGINS])
-            raws, is_whole = await self._gateway.records.gather(_BELOW, capsule, scope, given=given)
+            raws, is_whole = await self._gateway.peers.ask_all(_BELOW, capsule, scope, given=given)
             found += map(_decode_part, raws)
             if not is_whole:
                 raise Unavailable(

@@ -131,7 +131,7 @@ class Responses:
             )
 
         planned = await self._asking.make(request, asked, plan)
-        run, record = self._run(request, asked, planned, previous, conversation, plan_whole)
+        run, record = await self._run(request, asked, planned, previous, conversation, plan_whole)
         if body.background:
             return self._in_background(request, run, record, streams=body.stream)
         run.admit(caller_of(request).visit)
@@ -285,7 +285,7 @@ class Responses:
             return False
         return not info.is_stale and info.boundary == left.prompt_tokens + len(left.drawn)
 
-    def _run(
+    async def _run(
         self,
         request: Request,
         asked: Asked[ResponseRequest],
@@ -296,7 +296,7 @@ class Responses:
     ) -> tuple[Run, Record]:
         body, scope = asked.body, asked.scope
         left = previous.left if previous is not None else None
-        bound = self._server.bound(planned.plan, left.capsule if left is not None else None)
+        bound = await self._server.bound(planned.plan, left.capsule if left is not None else None)
         named = self._server.named(scope, bound)
         begun = opening(
             body,

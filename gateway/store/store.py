@@ -15,7 +15,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Container
 from contextlib import aclosing
 from typing import Final, Generic, NamedTuple, TypeVar
 
@@ -240,13 +240,16 @@ class Bucket(Generic[T]):
 
     async def names(self, scope: Scope) -> list[str]:
         """All names of `scope`, in order."""
-        prefix = key_of(scope)
+        return sorted(map(name_of, await self._keys_below(key_of(scope))))
+
+    async def _keys_below(self, prefix: str) -> list[str]:
+        """The keys of one part more than `prefix` has."""
         try:
             keys = await self._buckets.keys(self._spec, prefix)
         except (ConnectionError, TimeoutError) as error:
             raise StoreAway(str(error)) from error
         depth = prefix.count(".") + 1
-        return sorted(name_of(key) for key in keys if key.count(".") == depth)
+        return [key for key in keys if key.count(".") == depth]
 
     # Values below a name, in an order of their own: events, nodes of a tree
 
@@ -277,15 +280,22 @@ class Bucket(Generic[T]):
         except (ConnectionError, TimeoutError) as error:
             raise StoreAway(str(error)) from error
 
-    async def all_below(self, scope: Scope, name: str) -> dict[str, T]:
-        """The values below `name` now."""
-        prefix = key_of(scope, name)
-        depth = prefix.count(".") + 1
-        try:
-            keys = await self._buckets.keys(self._spec, prefix)
-        except (ConnectionError, TimeoutError) as error:
-            raise StoreAway(str(error)) from error
-        keys = sorted(key for key in keys if key.count(".") == depth)
+    def remove_soon(self, scope: Scope, name: str, below: str) -> None:
+        """Forget one value below `name`, in the background."""
+        self._store.write_soon(Write(self._spec, key_of(scope, name, below), None))
+
+    def is_waiting(self, scope: Scope, name: str, below: str) -> bool:
+        """Whether what was put below `name`, or forgotten, is not in the store yet."""
+        return self._store.pending(self._spec, key_of(scope, name, below)) is not None
+
+    async def names_below(self, scope: Scope, name: str) -> list[str]:
+        """The names of the values below `name`, in order."""
+        return sorted(map(name_of, await self._keys_below(key_of(scope, name))))
+
+    async def all_below(self, scope: Scope, name: str, known: Container[str] = ()) -> dict[str, T]:
+        """The values below `name` now, but for those that are `known`."""
+        keys = sorted(await self._keys_below(key_of(scope, name)))
+        keys = [key for key in keys if name_of(key) not in known]
         entries = await asyncio.gather(*(self._get(key, None) for key in keys))
         return {
             name_of(key): entry.value
