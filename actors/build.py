@@ -336,7 +336,11 @@ async def build_gateway(
         expected_workers=config.num_workers,
         admission=admission_config(config, access),
         sessions=SessionLimits(config.sessions.max_nodes, config.sessions.ttl_s),
-        store=StoreTerms(config.store.storage == "memory", config.store.replicas),
+        store=StoreTerms(
+            name=config.store.name or config.fleet,
+            is_in_memory=config.store.storage == "memory",
+            num_replicas=config.store.replicas,
+        ),
         token_memory_nbytes=config.routing.token_memory_mb << 20,
         recorder=recorder,
         files=files.files,

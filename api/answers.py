@@ -1,5 +1,6 @@
 """OpenAI's JSON bodies. One response format per endpoint; the text comes as deltas."""
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -93,10 +94,10 @@ class UsageCounter:
     def __init__(
         self,
         prompt_tokens: int,
-        spend: Callable[[int], None],
+        spend: Callable[[int], None] | None,
         keep: Callable[[CapsuleId], None] = lambda capsule: None,
     ) -> None:
-        """`spend(tokens)` is called with the tokens of each delta, `keep` with each pinned capsule."""
+        """`spend(tokens)`, if given, is called with each delta's tokens, `keep` with each pinned capsule."""
         self._prompt = prompt_tokens
         self._spend = spend
         self._keep = keep
@@ -106,7 +107,8 @@ class UsageCounter:
 
     def add(self, delta: TextDelta) -> None:
         self._completion += delta.num_tokens
-        self._spend(delta.num_tokens)
+        if self._spend is not None:
+            self._spend(delta.num_tokens)
         if delta.kept == "kept" and delta.capsule is not None:
             self._keep(delta.capsule)
         if delta.drafts is not None:
@@ -125,12 +127,12 @@ class UsageCounter:
         return self._prompt, cached, self._completion
 
     def body(self) -> UsageBody:
-        _, cached, _ = self.counts
+        prompt, cached, completion = self.counts
         drafts = None
         if self._drafts:
             drafted, accepted = zip(*self._drafts.values(), strict=True)
             drafts = (sum(drafted), sum(accepted))
-        return usage_body(self._prompt, self._completion, cached, drafts)
+        return usage_body(prompt, completion, cached, drafts)
 
 
 def extras(
@@ -243,7 +245,7 @@ class ChatFormat(ResponseFormat):
             content=None if calls and not text else text,
             reasoning_content=reasoning or OMITTED,
             reasoning=reasoning or OMITTED,
-            tool_calls=[_call(call) for call in calls] or OMITTED,
+            tool_calls=list(map(_call, calls)) or OMITTED,
         )
         return ChatChoice(message=message, **shared)
 
@@ -256,7 +258,7 @@ class ChatFormat(ResponseFormat):
             content=content,
             reasoning_content=delta.reasoning or OMITTED,
             reasoning=delta.reasoning or OMITTED,
-            tool_calls=[_call_delta(call) for call in delta.calls] or OMITTED,
+            tool_calls=list(map(_call_delta, delta.calls)) or OMITTED,
         )
         return ChunkChoice(delta=message, **shared)
 
@@ -283,10 +285,8 @@ RESTORE = ResponseFormat(Restore, "capsule.restore.chunk")
 CHAT = ChatFormat(Chat, "chat.completion.chunk")
 
 
-def _finish(last: TextDelta | None, *, has_calls: bool) -> str | None:
-    if last is None:
-        return None
-    return "tool_calls" if has_calls and last.finish == "stop" else last.finish
+def _finish(reason: str | None, *, has_calls: bool) -> str | None:
+    return "tool_calls" if has_calls and reason == "stop" else reason
 
 
 class _Written:
@@ -335,7 +335,7 @@ class WholeAnswer:
 
     __slots__ = (
         *("_calls", "_format", "_injected", "_last", "_logprobs", "_names_workers", "_num_chances"),
-        *("_reasoning", "_texts", "_token_bytes"),
+        *("_num_choices", "_reasoning", "_texts", "_token_bytes"),
     )
 
     def __init__(
@@ -349,10 +349,11 @@ class WholeAnswer:
         self._names_workers = names_workers
         self._format = response_format
         self._token_bytes = token_bytes
-        self._texts: list[list[str]] = [[] for _ in range(num_choices)]
-        self._reasoning: list[list[str]] = [[] for _ in range(num_choices)]
-        self._calls = [WholeCalls() for _ in range(num_choices)]
-        self._logprobs = [_Written() for _ in range(num_choices)] if token_bytes else []
+        self._num_choices = num_choices
+        self._texts = defaultdict[int, list[str]](list)
+        self._reasoning = defaultdict[int, list[str]](list)
+        self._calls = defaultdict[int, WholeCalls](WholeCalls)
+        self._logprobs = defaultdict[int, _Written](_Written)
         self._last: dict[int, TextDelta] = {}
         self._injected: dict[int, list[tuple[int, int]]] = {}
         self._num_chances = 0
@@ -360,8 +361,10 @@ class WholeAnswer:
     def add(self, delta: TextDelta) -> None:
         """Raises AnswerTooLarge."""
         self._texts[delta.index].append(delta.text)
-        self._reasoning[delta.index].append(delta.reasoning)
-        self._calls[delta.index].add(delta.calls)
+        if delta.reasoning:
+            self._reasoning[delta.index].append(delta.reasoning)
+        if delta.calls:
+            self._calls[delta.index].add(delta.calls)
         if delta.injected:
             self._injected.setdefault(delta.index, []).extend(delta.injected)
         if self._token_bytes is not None:
@@ -374,17 +377,17 @@ class WholeAnswer:
 
     def choices(self) -> Iterator[AnyChoice]:
         """Every choice must be finished."""
-        assert len(self._last) == len(self._texts), "a choice is unfinished"
-        for i, texts in enumerate(self._texts):
-            calls = self._calls[i].found()
+        assert len(self._last) == self._num_choices, "a choice is unfinished"
+        for i in range(self._num_choices):
+            calls = self._calls[i].found() if i in self._calls else ()
             last, injected = self._last[i], self._injected.get(i, ())
             yield self._format.whole(
-                "".join(texts),
+                "".join(self._texts[i]),
                 "".join(self._reasoning[i]),
                 calls,
                 index=i,
-                logprobs=self._logprobs[i].body() if self._logprobs else None,
-                finish_reason=_finish(last, has_calls=bool(calls)),
+                logprobs=None if self._token_bytes is None else self._logprobs[i].body(),
+                finish_reason=_finish(last.finish, has_calls=bool(calls)),
                 mallee=extras(last, injected, names_workers=self._names_workers),
             )
 
@@ -431,32 +434,36 @@ class ChunkWriter:
         self._owed: dict[int, list[TokenChance]] = {}
         self._offsets: dict[int, int] = {}  # characters of the text so far, by choice
 
-    def chunk(self, delta: TextDelta) -> Chunk | None:
-        """None if the delta shows nothing: no text, no token of a call, and not the last of its choice."""
+    def events(self, delta: TextDelta, usage: UsageCounter) -> bytes:
+        """None of a delta that shows nothing: no text, no token of a call, and not the last of its choice."""
         if self._token_bytes is not None:
             self._owed.setdefault(delta.index, []).extend(delta.chances)
         is_shown = delta.text or delta.reasoning or delta.calls or delta.injected
         is_sign_of_life = delta.is_in_call and delta.num_tokens
         if not (is_shown or is_sign_of_life) and delta.finish is None:
-            return None
+            return b""
         is_first = delta.index not in self._started
         self._started.add(delta.index)
         if delta.calls:
             self._called.add(delta.index)
-        last, known = (delta if delta.finish is not None else None), OMITTED
-        if last is not None:
-            known = extras(last, delta.injected, names_workers=self._names_workers)
+        finish: str | None = delta.finish
+        known = OMITTED
+        if finish is not None:
+            known = extras(delta, delta.injected, names_workers=self._names_workers)
+            finish = _finish(finish, has_calls=delta.index in self._called)
         elif delta.injected:
             known = InjectedExtras(injected=_injected(delta.injected))
         choice = self._format.part(
             delta,
             is_first=is_first,
             index=delta.index,
-            logprobs=self._logprobs(delta),
-            finish_reason=_finish(last, has_calls=delta.index in self._called),
+            logprobs=None
+            if self._token_bytes is None
+            else self._logprobs(delta, self._token_bytes),
+            finish_reason=finish,
             mallee=known,
         )
-        return self._body([choice], None if self._with_usage else OMITTED)
+        return event(self._body([choice], None if self._with_usage else OMITTED))
 
     def _body(self, choices: list[ChunkChoice], usage: UsageBody | None) -> Chunk:
         envelope = self._envelope
@@ -469,18 +476,11 @@ class ChunkWriter:
             usage=usage,
         )
 
-    def _logprobs(self, delta: TextDelta) -> dict[str, Any] | None:
-        if self._token_bytes is None:
-            return None
+    def _logprobs(self, delta: TextDelta, token_bytes: TokenBytes) -> dict[str, Any]:
         offset = self._offsets.get(delta.index, 0)
         self._offsets[delta.index] = offset + len(delta.text)
         owed = self._owed.pop(delta.index, [])
-        return self._format.logprobs(owed, self._token_bytes, offset)
-
-    def events(self, delta: TextDelta, usage: UsageCounter) -> bytes:
-        """The chunk of a delta as an event, if it shows something."""
-        chunk = self.chunk(delta)
-        return b"" if chunk is None else event(chunk)
+        return self._format.logprobs(owed, token_bytes, offset)
 
     def end(self, usage: UsageCounter) -> bytes:
         """The mark of the end, and before it, if it was asked for, the usage of the whole request."""

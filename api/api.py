@@ -4,13 +4,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from functools import cache
 from operator import attrgetter
-from typing import Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Match, Route, Router
+from starlette.routing import Match, Route, Router
 from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as AsgiScope
 
@@ -32,6 +32,7 @@ from mallee.api.entry.middleware import (
 )
 from mallee.api.errors import RETRY_AFTER_S
 from mallee.api.jobs import JobMaker
+from mallee.api.messages.errors import PATH as MESSAGES
 from mallee.api.messages.errors import AnthropicErrors
 from mallee.api.messages.handlers import MessagesHandlers
 from mallee.api.openapi.document import document
@@ -284,53 +285,82 @@ def build_api(
         created=model.created,
         draw_seed=draws.seed,
     )
-    app = App(_routes(api))
-    app.add_middleware(
-        IdempotencyMiddleware,
+    routes = _Routes(_routes(api))
+    replays = IdempotencyMiddleware(
+        routes.app,
+        store=gateway.store,
+        peers=gateway.peers,
+        owner=entry.scopes.scope,
         ttl_s=limits.replay_ttl_s,
         max_nbytes=limits.replay_max_mib << 20,
         max_body_bytes=limits.max_body_bytes,
         salt_header=SALT_HEADER,
     )
-    app.add_middleware(
-        AuthMiddleware,
+    guarded = AuthMiddleware(
+        routes.app,
+        replays,
         access=entry.access,
         new_id=draws.new_id,
         count_answer=context.metrics.answered,
     )
-    app.add_middleware(AnthropicErrors, new_id=draws.new_id)
-    return app
+    return App(routes, guarded, AnthropicErrors(guarded, new_id=draws.new_id))
 
 
 class App(Starlette):
-    """Routes behind middleware, where `AuthMiddleware` answers errors: without Starlette's nets for them."""
+    """Routes behind `AuthMiddleware`, which answers errors: without Starlette's nets for them.
 
-    def __init__(self, routes: Sequence[BaseRoute]) -> None:
+    `guarded` takes requests, `shaped` those on Anthropic's paths.
+    """
+
+    def __init__(self, routes: "_Routes", guarded: ASGIApp, shaped: ASGIApp) -> None:
         super().__init__()
-        self.router = _Routes(routes, redirect_slashes=False)
+        self.router = routes
+        self._guarded = guarded
+        self._shaped = shaped
 
     def build_middleware_stack(self) -> ASGIApp:
-        app: ASGIApp = self.router.app
+        app: ASGIApp = self._taken
         for middleware, args, options in reversed(self.user_middleware):
             app = middleware(app, *args, **options)
         return app
 
+    def _taken(self, scope: AsgiScope, receive: Receive, send: Send) -> Awaitable[None]:
+        is_shaped = scope.get("path", "").startswith(MESSAGES)
+        return (self._shaped if is_shaped else self._guarded)(scope, receive, send)
+
 
 class _Routes(Router):
-    """Finds a path without parameters, as most requests have it, in one step; names routes in the scope."""
+    """Finds a path by its segments in one step, whatever its parameters are; names routes in the scope."""
 
-    def __init__(self, routes: Sequence[BaseRoute], *, redirect_slashes: bool) -> None:
-        super().__init__(routes, redirect_slashes=redirect_slashes)
-        fixed = [each for each in routes if isinstance(each, Route) and "{" not in each.path]
-        self._fixed = {(method, each.path): each for each in fixed for method in each.methods or ()}
+    def __init__(self, routes: Sequence[Route]) -> None:
+        super().__init__(routes, redirect_slashes=False)
+        self._by_shape: dict[tuple[int, ...], dict[tuple[str, ...], Route]] = {}
+        for route in routes:
+            segments = route.path.split("/")
+            # The number of segments, and the places of parameters among them.
+            places = [i for i, each in enumerate(segments) if "{" in each and ":" not in each]
+            known = self._by_shape.setdefault((len(segments), *places), {})
+            for i in places:
+                segments[i] = ""
+            known |= {(method, *segments): route for method in route.methods or ()}
+        self._by_shape = dict(sorted(self._by_shape.items(), key=lambda each: len(each[0])))
 
-    async def app(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
-        route = self._fixed.get((scope.get("method", ""), scope.get("path", "")))
-        if route is None:
-            await super().app(scope, receive, send)
-            return
-        scope["route"], scope["path_params"] = route, {}
-        await route.app(scope, receive, send)
+    def app(self, scope: AsgiScope, receive: Receive, send: Send) -> Any:
+        given = scope.get("path", "").split("/")
+        for (num, *places), known in self._by_shape.items():
+            if num != len(given):
+                continue
+            segments = [scope.get("method", ""), *given]
+            for i in places:
+                segments[i + 1] = ""
+            route = known.get(tuple(segments))
+            if route is not None and all(map(given.__getitem__, places)):
+                params = zip(route.param_convertors, map(given.__getitem__, places), strict=True)
+                scope["route"], scope["path_params"] = route, dict(params)
+                return route.app(scope, receive, send)
+        return super().app(
+            scope, receive, send
+        )  # refuses it, unless a parameter takes several segments
 
 
 class _Named(Route):

@@ -12,7 +12,6 @@ import xxhash
 from mallee.api.branches.scoring import Scored
 from mallee.api.branches.watch import Watch
 from mallee.api.jobs import Plan
-from mallee.api.text.answers import Parsed
 from mallee.api.text.conversation import ToolCall
 from mallee.api.text.cuts import TokenCut, find_cut
 from mallee.api.text.tokenizer import StopMatcher, Tokenizer
@@ -230,10 +229,12 @@ class TextStream:
                 raise self._failure
             if not self._num_open:
                 raise StopAsyncIteration
-            if self._watch is None:
+            if self._watch is not None:
+                await self._push_next(self._watch)
+            elif self._merged is not None or (delta := await anext(self._only, None)) is None:
                 self._push(*await self._next_delta())
             else:
-                await self._push_next(self._watch)
+                self._push(0, delta)
         return self._ready.popleft()
 
     def take(self) -> TextDelta | None:
@@ -241,7 +242,11 @@ class TextStream:
         while not (self._ready and self._is_good):
             if self._failure is not None or not self._num_open:
                 return None
-            waiting = self._held or self._taken()
+            waiting = self._held
+            if waiting is None and self._merged is not None:
+                waiting = self._merged.take()
+            elif waiting is None and (delta := self.streams[0].take()) is not None:
+                waiting = 0, delta
             if waiting is None:
                 return None
             if self._watch is not None and self._watch.lacks(waiting[1]):
@@ -250,12 +255,6 @@ class TextStream:
             self._held = None
             self._push(*waiting)
         return self._ready.popleft()
-
-    def _taken(self) -> tuple[int, Delta] | None:
-        if self._merged is not None:
-            return self._merged.take()
-        delta = self.streams[0].take()
-        return None if delta is None else (0, delta)
 
     async def aclose(self) -> None:
         """End every branch still running. Idempotent."""
@@ -303,14 +302,14 @@ class TextStream:
 
     async def _next_delta(self) -> tuple[int, Delta]:
         """(job, delta). Raises InternalError if the gateway ended too early."""
-        try:
-            if self._merged is None:
-                return 0, await anext(self._only)
-            return await anext(self._merged)
-        except StopAsyncIteration:
-            raise InternalError(
-                f"the answer ended with {self._num_open} branches unfinished"
-            ) from None
+        if self._merged is not None:
+            found = await anext(self._merged, None)
+        else:
+            delta = await anext(self._only, None)
+            found = None if delta is None else (0, delta)
+        if found is None:
+            raise InternalError(f"the answer ended with {self._num_open} branches unfinished")
+        return found
 
     def _push(self, job: int, delta: Delta) -> None:
         """Make text of a delta. If it was the last choice and all failed, that is the failure of all."""
@@ -338,78 +337,71 @@ class TextStream:
             self._add(job, index, ended)
 
     def _add(self, job: int, index: int, delta: Delta) -> None:
-        text = self._text_delta(job, index, delta)
-        if text.error is None:
-            self._is_good = True
-        elif self._num_failed == len(self._texts):
-            self._failure = text.error
-            return
-        self._ready.append(text)
-
-    def _text_delta(self, job: int, index: int, delta: Delta) -> TextDelta:
-        stream, before = self.streams[job], self._texts[index].num_tokens
-        raw, finish = self._texts[index].push(delta)
-        taken = self._texts[index].num_tokens - before
-        if taken < len(delta.tokens):
-            delta = delta.first(taken, before)
-        text, reasoning, calls = self._parsed(index, raw, is_last=finish is not None)
-        capsule, boundary = delta.capsule, delta.boundary
+        stream, branch, watch = self.streams[job], self._texts[index], self._watch
+        before = branch.num_tokens
+        text, finish = branch.push(delta)
+        num_tokens = branch.num_tokens
+        if num_tokens - before < len(delta.tokens):
+            delta = delta.first(num_tokens - before, before)
+        is_last, reasoning, is_in_call = finish is not None, "", False
+        calls: tuple[CallDelta, ...] = ()
+        if self._parsers:
+            parser = self._parsers[index]
+            found = parser.feed(text)
+            text, reasoning, parts = found.plus(parser.end()) if is_last else found
+            calls = tuple(self._named(index, call) for call in parts)
+            is_in_call = parser.is_in_call
+        capsule, boundary, ended_by, error = delta.capsule, delta.boundary, "", None
         if finish is not None:
             self._num_open -= 1
-            if self._texts[index].is_cut:
+            if branch.is_cut:
                 capsule, boundary = self._cut(index, job, delta.branch)
-                if self._watch is not None:
-                    self._watch.stopped(index)
-            elif self._watch is not None and index in self._watch.reasons:
+                if watch is not None:
+                    watch.stopped(index)
+            elif watch is not None and index in watch.reasons:
                 capsule, boundary = self._cut_watched(index, job, delta.branch, finish)
-        scored = self._scored(index, text, reasoning, is_last=finish is not None)
-        error = None
+            if watch is not None and finish in ("budget", "condition"):
+                ended_by = watch.reasons.get(index, "")
+        scored = None
+        if watch is not None:
+            scored = watch.score(index, text, reasoning, num_tokens=num_tokens, is_last=is_last)
         if finish == "error":
             self._num_failed += 1
             error = delta.error or InternalError(f"branch {delta.branch} failed")
             error = self._output.named(error)
-        return TextDelta(
-            index,
-            text,
-            len(delta.tokens),
-            finish,
-            delta.worker or stream.worker,
-            delta.cached_tokens,
-            delta.prefill_tokens,
-            capsule,
-            error,
-            delta.weights,
-            delta.retained,
-            delta.verdict if self._diagnoses else None,
-            _chances(delta) if delta.logprobs else (),
-            boundary,
-            delta.kept,
-            self._texts[index].drafts,
-            reasoning,
-            tuple(self._named(index, call) for call in calls),
-            self._texts[index].num_tokens,
-            bool(self._parsers) and self._parsers[index].is_in_call,
-            self._texts[index].stop,
-            delta.injected,
-            self._watch.reasons.get(index, "")
-            if finish in ("budget", "condition") and self._watch is not None
-            else "",
-            scored,
+            if self._num_failed == len(self._texts):
+                self._failure = error
+                return
+        else:
+            self._is_good = True
+        self._ready.append(
+            TextDelta(
+                index=index,
+                text=text,
+                num_tokens=len(delta.tokens),
+                finish=finish,
+                worker=delta.worker or stream.worker,
+                cached_tokens=delta.cached_tokens,
+                prefill_tokens=delta.prefill_tokens,
+                capsule=capsule,
+                error=error,
+                weights=delta.weights,
+                retained=delta.retained,
+                verdict=delta.verdict if self._diagnoses else None,
+                chances=_chances(delta) if delta.logprobs else (),
+                boundary=boundary,
+                kept=delta.kept,
+                drafts=branch.drafts,
+                reasoning=reasoning,
+                calls=calls,
+                completion_tokens=num_tokens,
+                is_in_call=is_in_call,
+                stop=branch.stop if branch.is_cut else "",
+                injected=delta.injected,
+                ended_by=ended_by,
+                scored=scored,
+            )
         )
-
-    def _scored(self, index: int, text: str, reasoning: str, *, is_last: bool) -> Scored | None:
-        if self._watch is None:
-            return None
-        num_tokens = self._texts[index].num_tokens
-        return self._watch.score(index, text, reasoning, num_tokens=num_tokens, is_last=is_last)
-
-    def _parsed(self, index: int, text: str, *, is_last: bool) -> Parsed:
-        """The parts of a choice's new text."""
-        if not self._parsers:
-            return Parsed(text)
-        parser = self._parsers[index]
-        found = parser.feed(text)
-        return found.plus(parser.end()) if is_last else found
 
     def _named(self, index: int, call: Call) -> CallDelta:
         """A part of the choice's last call, or of its next one, with an id that no other has."""

@@ -144,3 +144,4 @@ _READERS: Final[dict[str, Callable[[Any, str], Grammar | None]]] = {
     "guided_choice": _choice,
     "guided_grammar": _lark,
 }
+FORM_FIELDS: Final = tuple(_READERS)

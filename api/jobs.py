@@ -1,6 +1,7 @@
 """Requests become jobs: ranges, token limits and defaults are decided here, before any worker."""
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Final, NamedTuple, TypeVar
 
 import msgspec
@@ -10,7 +11,7 @@ from mallee.api.branches.accounts import Budget, read_budget
 from mallee.api.branches.conditions import Conditions, read_conditions
 from mallee.api.callbacks.callbacks import AllowedUrls
 from mallee.api.chat.reading import Chat, ChatReader
-from mallee.api.grammars import FREE_TEXT, OutputFormat, read_output_format
+from mallee.api.grammars import FORM_FIELDS, FREE_TEXT, OutputFormat, read_output_format
 from mallee.api.prompts import PromptReader
 from mallee.api.terms import read_affinity, read_retention
 from mallee.api.text.answers import Reading
@@ -39,7 +40,7 @@ from mallee.protocol.errors import (
     shown,
 )
 from mallee.protocol.hashing import Tokens, as_tokens
-from mallee.protocol.ids import CapsuleId, Scope
+from mallee.protocol.ids import COMMON, CapsuleId, Scope
 from mallee.protocol.messages import (
     MAX_LOGPROBS,
     MAX_PLACES,
@@ -52,6 +53,7 @@ from mallee.protocol.messages import (
 from mallee.protocol.model import ModelSpec
 from mallee.router.dispatch.jobs import (
     NO_MESSAGES,
+    NO_TERMS,
     ForkJob,
     GenerateJob,
     Messages,
@@ -88,7 +90,7 @@ class Plan(msgspec.Struct, frozen=True):
     @property
     def keeps(self) -> bool:
         """Whether the capsules of its choices are to be pinned."""
-        return any(job.keep_s is not None for job in self.jobs)
+        return self.jobs[0].keep_s is not None  # as of all
 
     @property
     def num_choices(self) -> int:
@@ -102,6 +104,43 @@ class Start(NamedTuple):
     num_tokens: int
     is_cut: bool
 
+
+class Options(NamedTuple):
+    """Wishes that most requests have none of: of such a one the defaults."""
+
+    stops: tuple[str, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    num_logprobs: int = -1  # of the likeliest tokens, to be reported; -1: no report at all
+    keep_s: float | None = (
+        None  # of the capsules of its answers without use; None: while there is room
+    )
+    affinity: int = 0
+    budget: Budget | None = None
+    conditions: Conditions | None = None
+
+
+class _Asked(NamedTuple):
+    """A request for answers, with all that was read of it."""
+
+    body: SamplingFields
+    options: Options
+    max_tokens: int
+    output: OutputFormat
+    scope: Scope
+    terms: QueueTerms
+    messages: Messages = NO_MESSAGES
+    reading: Reading | None = None
+    reasoning: ReasoningBudget | None = None
+
+
+_PLAIN: Final = Options()
+_OPTIONAL: Final = attrgetter(
+    *("logit_bias", "logprobs", "mallee", "prompt_cache_key", "stop", "stop_token_ids"),
+    *("stream_options", *FORM_FIELDS),
+)
+_LEFT_OUT: Final[dict[type, object]] = {
+    kind: _OPTIONAL(kind()) for kind in (CompletionRequest, ChatRequest, ForkRequest)
+}
 
 T = TypeVar("T", int, float)
 
@@ -133,6 +172,7 @@ class JobMaker:
         self._chat = chat
         self._model_name = model_name
         self._limits = limits
+        self._has_states = spec.has_states
         self.urls = AllowedUrls(limits.callbacks)
         self._draw_seed = draw_seed
 
@@ -143,13 +183,14 @@ class JobMaker:
 
     def completion(self, request: CompletionRequest, scope: Scope, terms: QueueTerms) -> Plan:
         self.check_model(request.model)
-        self._check_sampling(request)
         num_prompts = len(request.prompt) if _is_batch(request.prompt) else 1
         self._check_branches("n", request.n, num_prompts)
+        options = self._options(request, num_prompts * request.n, scope)
         prompts = self._reader.prompts(request.prompt, scope)
         max_tokens = request.max_tokens or DEFAULT_MAX_TOKENS
-        output = read_output_format(request)
-        return self._generate(request, prompts, max_tokens, output=output, scope=scope, terms=terms)
+        output = FREE_TEXT if options is _PLAIN else read_output_format(request)
+        asked = _Asked(request, options, max_tokens, output, scope, terms)
+        return self._generate(asked, prompts, request.n)
 
     def chat(self, request: ChatRequest, scope: Scope, terms: QueueTerms) -> Plan:
         """Without a token limit the setting's counts, as far as the prompt leaves room in the window."""
@@ -173,7 +214,7 @@ class JobMaker:
 
         A request of another API sets `max_completion_tokens`, and names its own fields before.
         """
-        self._check_sampling(request)
+        options = self._options(request, request.n, scope)
         max_tokens = request.max_completion_tokens or request.max_tokens
         begun = 0 if start is None else start.num_tokens
         room = max(self._spec.max_model_len - begun - len(chat.prompt), 1)
@@ -181,47 +222,21 @@ class JobMaker:
         if ends := self._chat.stop_token_ids:
             ids = [*request.stop_token_ids, *(() if request.ignore_eos else ends)]
             request = msgspec.structs.replace(request, stop_token_ids=ids)
-        if start is not None:
-            plan = self._go_on(request, chat, start, max_tokens or default, scope, terms)
-        else:
-            plan = self._generate(
-                request,
-                [chat.prompt],
-                max_tokens or default,
-                output=chat.output,
-                scope=scope,
-                terms=terms,
-                messages=chat.messages._replace(changed=chat.changed),
-                reasoning=chat.reasoning,
-            )
-        return msgspec.structs.replace(plan, reading=chat.reading)
-
-    def _go_on(
-        self,
-        request: ChatRequest,
-        chat: Chat,
-        start: Start,
-        max_tokens: int,
-        scope: Scope,
-        terms: QueueTerms,
-    ) -> Plan:
-        """One branch from a capsule, whose suffix is the rest of a conversation."""
-        length = start.num_tokens + len(chat.prompt)
-        self._check_fits(length, max_tokens)
-        job = ForkJob(
-            capsule=start.capsule,
-            suffixes=[chat.prompt],
-            limits=self._branch_limits(request, max_tokens, chat.reasoning),
-            sampling=self._sampling(request),
-            terms=terms,
-            grammar=chat.output.grammar,
-            at=start.num_tokens if start.is_cut else None,
+        asked = _Asked(
+            body=request,
+            options=options,
+            max_tokens=max_tokens or default,
+            output=chat.output,
             scope=scope,
-            keep_s=self._keep_s(request),
-            retain=read_retention(request, length, self._limits.max_ttl_s),
+            terms=terms,
+            messages=chat.messages,
+            reading=chat.reading,
+            reasoning=chat.reasoning,
         )
-        return self._plan(
-            request, chat.output, (job,), branches=1, prompt_tokens=length, starts=(length,)
+        if start is None:
+            return self._generate(asked, [chat.prompt], request.n)
+        return self._fork(
+            asked, start.capsule, [chat.prompt], begun, begun if start.is_cut else None
         )
 
     def capsule(self, request: CapsuleRequest, scope: Scope, terms: QueueTerms) -> PrefillJob:
@@ -244,7 +259,7 @@ class JobMaker:
             messages=messages,
             retain=retain,
             affinity=read_affinity(request, scope),
-            places=self._places(tokens, messages, retain),
+            places=self._places(tokens, messages, retain) if self._has_states else (),
         )
 
     def imported(
@@ -271,55 +286,35 @@ class JobMaker:
     def check_fork(self, request: ForkRequest) -> None:
         """Raises what a fork of any capsule would raise for its model and sampling."""
         self.check_model(request.model)
-        self._check_sampling(request)
-        self._sampling(request)
+        options = self._options(request, self._limits.max_branches, COMMON)
+        self._sampling(_Asked(request, options, 0, FREE_TEXT, COMMON, NO_TERMS))
 
     def fork(
         self, request: ForkRequest, capsule: CapsuleInfo, scope: Scope, terms: QueueTerms
     ) -> Plan:
         self.check_model(request.model)
-        self._check_sampling(request)
         if (request.suffixes is None) == (request.n is None):
             raise BadRequest("give either suffixes or n", param="suffixes")
         if request.n is not None:
             self._check_branches("n", request.n, 1)
-        entries = request.suffixes if request.suffixes is not None else [[]] * (request.n or 0)
-        self._check_branches("suffixes", len(entries), 1)
+        entries = request.suffixes or ()
+        num = len(entries) if request.n is None else request.n
+        self._check_branches("suffixes", num, 1)
+        options = self._options(request, num, scope)
         max_tokens = request.max_tokens or DEFAULT_MAX_TOKENS
         suffixes = [self._reader.suffix(s, f"suffixes[{i}]", scope) for i, s in enumerate(entries)]
-        at, boundary = request.at, _checked_at("at", request.at, capsule)
-        self._check_fits(boundary + max(map(len, suffixes)), max_tokens)
-        output = read_output_format(request)
-        job = ForkJob(
-            capsule=capsule.capsule,
-            suffixes=suffixes,
-            limits=self._branch_limits(request, max_tokens),
-            sampling=self._sampling(request),
-            terms=terms,
-            grammar=output.grammar,
-            at=at,
-            scope=scope,
-            keep_s=self._keep_s(request),
-            retain=read_retention(
-                request, boundary + max(map(len, suffixes)), self._limits.max_ttl_s
-            ),
-        )
-        lengths = tuple(map(len, suffixes))
-        return self._plan(
-            request,
-            output,
-            (job,),
-            branches=len(suffixes),
-            prompt_tokens=boundary + sum(lengths),
-            starts=tuple(boundary + length for length in lengths),
-        )
+        suffixes = suffixes or [as_tokens(())] * num
+        boundary = _checked_at("at", request.at, capsule)
+        output = FREE_TEXT if options is _PLAIN else read_output_format(request)
+        asked = _Asked(request, options, max_tokens, output, scope, terms)
+        return self._fork(asked, capsule.capsule, suffixes, boundary, request.at)
 
     def restore(
         self, request: RestoreRequest, capsule: CapsuleInfo, scope: Scope, terms: QueueTerms
     ) -> Plan:
         """The branch that a capsule was taken from, going on from there."""
         self.check_model(request.model)
-        _check_stops(request)
+        stops = _read_stops(request)
         more = request.max_tokens or 0
         boundary = _checked_at("at", request.at, capsule)
         self._check_fits(boundary, more or 1)
@@ -342,7 +337,7 @@ class JobMaker:
             jobs=(job,),
             branches=1,
             prompt_tokens=boundary,
-            stops=_stops(request),
+            stops=stops,
             stop_token_ids=frozenset(),
             stream=request.stream,
             include_usage=options is not None and options.include_usage,
@@ -381,111 +376,125 @@ class JobMaker:
     def _places(
         self, prompt: Tokens, messages: Messages, retain: Sequence[RetainSpan]
     ) -> tuple[int, ...]:
-        """Places of `prompt` from which others are likely to go on, if the model leaves states at some.
+        """Places of `prompt` from which others are likely to go on, of a model that leaves states at some.
 
         Those that its client marked or wants retained, and ends of messages, which are where the model's own
         would end: of the first, which other conversations have too, and of the last two.
         """
-        if not self._spec.has_states:
-            return ()
         ends = (np.flatnonzero(np.isin(prompt, self._spec.eos_token_ids)) + 1).tolist()
         asked = [*messages.places, *(span.end for span in retain)]
         found = {at for at in (*asked, *ends[:1], *ends[-2:]) if 0 < at < len(prompt)}
         return tuple(sorted(found)[:MAX_PLACES])
 
-    def _generate(
-        self,
-        request: CompletionRequest | ChatRequest,
-        prompts: list[Tokens],
-        max_tokens: int,
-        *,
-        output: OutputFormat,
-        scope: Scope,
-        terms: QueueTerms,
-        messages: Messages = NO_MESSAGES,
-        reasoning: ReasoningBudget | None = None,
-    ) -> Plan:
+    def _generate(self, asked: _Asked, prompts: Sequence[Tokens], n: int) -> Plan:
+        """`n` branches of each prompt."""
+        options, messages, starts = asked.options, asked.messages, list[int]()
+        limits = _branch_limits(asked)
+        jobs = list[GenerateJob]()
         for prompt in prompts:
-            self._check_fits(len(prompt), max_tokens)
-        limits = self._branch_limits(request, max_tokens, reasoning)
-        keep_s, affinity = self._keep_s(request), read_affinity(request, scope)
-        retains = [read_retention(request, len(p), self._limits.max_ttl_s) for p in prompts]
-        jobs = tuple(
-            GenerateJob(
-                tokens=prompt,
-                limits=limits,
-                sampling=self._sampling(request),
-                n=request.n,
-                scope=scope,
-                terms=terms,
-                grammar=output.grammar,
-                messages=messages,
-                keep_s=keep_s,
-                retain=retain,
-                affinity=affinity,
-                places=self._places(prompt, messages, retain),
+            length = len(prompt)
+            self._check_fits(length, asked.max_tokens)
+            starts += [length] * n
+            retain = read_retention(asked.body, length, self._limits.max_ttl_s)
+            jobs.append(
+                GenerateJob(
+                    tokens=prompt,
+                    limits=limits,
+                    sampling=self._sampling(asked),
+                    n=n,
+                    scope=asked.scope,
+                    terms=asked.terms,
+                    grammar=asked.output.grammar,
+                    messages=messages,
+                    keep_s=options.keep_s,
+                    retain=retain,
+                    affinity=options.affinity,
+                    places=self._places(prompt, messages, retain) if self._has_states else (),
+                )
             )
-            for prompt, retain in zip(prompts, retains, strict=True)
+        return self._plan(asked, tuple(jobs), n, sum(starts) // n, tuple(starts))
+
+    def _fork(
+        self,
+        asked: _Asked,
+        capsule: CapsuleId,
+        suffixes: Sequence[Tokens],
+        begun: int,
+        at: int | None,
+    ) -> Plan:
+        """A branch of the first `begun` tokens of a capsule for each suffix; `at`: these are not all."""
+        starts = tuple(begun + len(suffix) for suffix in suffixes)
+        longest = max(starts)
+        self._check_fits(longest, asked.max_tokens)
+        job = ForkJob(
+            capsule=capsule,
+            suffixes=suffixes,
+            limits=_branch_limits(asked),
+            sampling=self._sampling(asked),
+            terms=asked.terms,
+            grammar=asked.output.grammar,
+            at=at,
+            scope=asked.scope,
+            keep_s=asked.options.keep_s,
+            retain=read_retention(asked.body, longest, self._limits.max_ttl_s),
         )
-        lengths = list(map(len, prompts))
-        return self._plan(
-            request,
-            output,
-            jobs,
-            branches=request.n,
-            prompt_tokens=sum(lengths),
-            starts=tuple(length for length in lengths for _ in range(request.n)),
-        )
+        num = len(suffixes)
+        return self._plan(asked, (job,), num, sum(starts) - (num - 1) * begun, starts)
 
     def _plan(
         self,
-        request: SamplingFields,
-        output: OutputFormat,
+        asked: _Asked,
         jobs: tuple[GenerateJob | ForkJob, ...],
-        *,
         branches: int,
         prompt_tokens: int,
         starts: tuple[int, ...],
     ) -> Plan:
-        own = () if request.ignore_eos else self._spec.eos_token_ids
-        options = request.stream_options
+        body, options = asked.body, asked.options
+        own = () if body.ignore_eos else self._spec.eos_token_ids
+        streaming = body.stream_options
         return Plan(
             jobs=jobs,
             branches=branches,
             prompt_tokens=prompt_tokens,
-            stops=_stops(request),
-            stop_token_ids=frozenset((*own, *request.stop_token_ids)),
-            stream=request.stream,
-            include_usage=options is not None and options.include_usage,
-            keeps_stop=request.include_stop_str_in_output,
-            min_tokens=request.min_tokens,
-            logprobs=_num_logprobs(request) >= 0,
-            output=output,
-            diagnoses=request.mallee.diagnostics,
+            stops=options.stops,
+            stop_token_ids=frozenset((*own, *body.stop_token_ids)),
+            stream=body.stream,
+            include_usage=streaming is not None and streaming.include_usage,
+            keeps_stop=body.include_stop_str_in_output,
+            min_tokens=body.min_tokens,
+            logprobs=options.num_logprobs >= 0,
+            output=asked.output,
+            diagnoses=body.mallee.diagnostics,
             starts=starts,
-            budget=read_budget(request.mallee.budget),
-            conditions=read_conditions(request.mallee.stop_when, len(jobs) * branches, self.urls),
+            reading=asked.reading,
+            budget=options.budget,
+            conditions=options.conditions,
         )
 
-    def _branch_limits(
-        self, request: SamplingFields, max_tokens: int, reasoning: ReasoningBudget | None = None
-    ) -> Limits:
-        if not 0 <= request.min_tokens <= max_tokens:
-            raise InvalidParameter(
-                "min_tokens", request.min_tokens, f"give 0 to {max_tokens}, which is max_tokens"
-            )
-        return Limits(
-            max_tokens,
-            tuple(request.stop_token_ids),
-            request.ignore_eos,
-            request.min_tokens,
-            reasoning,
+    def _options(self, request: SamplingFields, num_choices: int, scope: Scope) -> Options:
+        """Raises BadRequest."""
+        is_plain = _OPTIONAL(request) == _LEFT_OUT.get(type(request))
+        if is_plain and not getattr(request, "top_logprobs", None):
+            return _PLAIN
+        if request.stop_token_ids:
+            self._reader.ids(request.stop_token_ids, "stop_token_ids")
+        own = request.mallee
+        return Options(
+            stops=_read_stops(request),
+            logit_bias=self._logit_bias(request.logit_bias),
+            num_logprobs=_num_logprobs(request),
+            keep_s=self._keep_s(request),
+            affinity=read_affinity(request, scope),
+            budget=read_budget(own.budget),
+            conditions=read_conditions(own.stop_when, num_choices, self.urls),
         )
 
-    def _sampling(self, request: SamplingFields) -> Sampling:
+    def _sampling(self, asked: _Asked) -> Sampling:
         """Checked sampling; negative seeds keep their 64 bits, top_k -1 means off."""
+        request, options = asked.body, asked.options
         seed = self._draw_seed() if request.seed is None else request.seed
         top_k = min(max(request.top_k, 0), self._spec.vocab_size)
+        follows = options.conditions is not None and options.conditions.below is not None
         return Sampling(
             temperature=request.temperature,
             top_k=top_k,
@@ -495,8 +504,8 @@ class JobMaker:
             repetition_penalty=request.repetition_penalty,
             presence_penalty=request.presence_penalty,
             frequency_penalty=request.frequency_penalty,
-            logit_bias=self._logit_bias(request.logit_bias),
-            logprobs=max(_num_logprobs(request), 0 if _follows_logprobs(request) else -1),
+            logit_bias=options.logit_bias,
+            logprobs=max(options.num_logprobs, 0 if follows else -1),
         ).validate()
 
     def _logit_bias(self, bias: dict[str, float]) -> tuple[tuple[int, float], ...]:
@@ -510,11 +519,6 @@ class JobMaker:
                 )
             found[int(key)] = value
         return tuple(found.items())
-
-    def _check_sampling(self, request: SamplingFields) -> None:
-        if request.stop_token_ids:
-            self._reader.ids(request.stop_token_ids, "stop_token_ids")
-        _check_stops(request)
 
     def _check_branches(self, param: str, n: int, num_prompts: int) -> None:
         most = self._limits.max_branches
@@ -541,9 +545,13 @@ class JobMaker:
             raise ContextLengthExceeded(prompt_tokens, max_tokens, self._spec.max_model_len)
 
 
-def _follows_logprobs(request: SamplingFields) -> bool:
-    stop_when = request.mallee.stop_when
-    return stop_when is not None and stop_when.logprob is not None
+def _branch_limits(asked: _Asked) -> Limits:
+    body, most = asked.body, asked.max_tokens
+    if not 0 <= body.min_tokens <= most:
+        remedy = f"give 0 to {most}, which is max_tokens"
+        raise InvalidParameter("min_tokens", body.min_tokens, remedy)
+    ids = tuple(body.stop_token_ids)
+    return Limits(most, ids, body.ignore_eos, body.min_tokens, asked.reasoning)
 
 
 def _num_logprobs(request: SamplingFields) -> int:
@@ -577,17 +585,14 @@ def _checked_at(param: str, at: int | None, capsule: CapsuleInfo) -> int:
     return at
 
 
-def _check_stops(request: SamplingFields | RestoreRequest) -> None:
+def _read_stops(request: SamplingFields | RestoreRequest) -> tuple[str, ...]:
     """Raises BadRequest for what can't be looked for in a text, and for options of no stream."""
-    if (num_chars := sum(map(len, _stops(request)))) > MAX_STOP_CHARS:
+    given = request.stop or ()
+    stops = (given,) if isinstance(given, str) else tuple(given)
+    if (num_chars := sum(map(len, stops))) > MAX_STOP_CHARS:
         raise InvalidParameter(
             "stop", request.stop, f"{num_chars} characters; give at most {MAX_STOP_CHARS}"
         )
     if request.stream_options is not None and not request.stream:
         raise BadRequest("stream_options needs stream=true", param="stream_options")
-
-
-def _stops(request: SamplingFields | RestoreRequest) -> tuple[str, ...]:
-    if request.stop is None:
-        return ()
-    return (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
+    return stops

@@ -5,6 +5,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
@@ -27,7 +28,7 @@ from mallee.api.jobs import Plan
 from mallee.api.sse import MAX_RUN, EventStream, unless_gone
 from mallee.api.text.tokenizer import Tokenizer
 from mallee.gateway.access.access import Caller
-from mallee.gateway.access.quotas import Visit
+from mallee.gateway.access.quotas import UNLIMITED, Visit
 from mallee.gateway.capsules.capsules import CapsuleInfo
 from mallee.gateway.gateway import Gateway
 from mallee.gateway.requests.deltas import Delta
@@ -38,10 +39,11 @@ from mallee.protocol.api.shared import OMITTED
 from mallee.protocol.errors import InternalError, LookupIncomplete, MalleeError, NotFound
 from mallee.protocol.ids import CapsuleId, RequestId, Scope, account_of, capsule_id
 from mallee.router.dispatch.jobs import PrefillJob, QueueTerms
-from mallee.router.dispatch.promises import not_kept
+from mallee.router.dispatch.recovery.pending import not_kept
 
 TURN_TOKENS: Final = 2048  # of a backlog, written without a turn of the loop: a few milliseconds
 LOGPROBS_COST: Final = 16  # of a token's log-probabilities, as tokens
+_WORKER: Final = attrgetter("worker")
 
 _log = logging.getLogger(__name__)
 
@@ -111,7 +113,8 @@ class Server:
         Raises MalleeError, and ClientGone with every branch cancelled.
         """
         caller = caller_of(request)
-        caller.visit.begin(plan.num_choices, plan.prompt_tokens)
+        if caller.visit is not UNLIMITED:
+            caller.visit.begin(plan.num_choices, plan.prompt_tokens)
         prepare_s = age_s(request)
         if not plan.stream:
             whole = self._whole(plan, prepare_s, answer_format, caller)
@@ -123,11 +126,12 @@ class Server:
             plan, token_bytes, self._envelope(text), names_workers=caller.is_operator
         )
         events = self._events(first, text, usage, plan, writer)
-        return EventStream(events, text.aclose, _headers(text, caller), idle=writer.idle)
+        headers = _worker_header(map(_WORKER, text.streams), caller)
+        return EventStream(events, text.aclose, headers, idle=writer.idle)
 
     def _usage(self, plan: Plan, caller: Caller) -> UsageCounter:
         """Raises QuotaExceeded, if capsules of the answer are to be kept and its key may keep no more."""
-        charge = caller.visit.charge
+        charge = None if caller.visit is UNLIMITED else caller.visit.charge
         if not plan.keeps:
             return UsageCounter(plan.prompt_tokens, charge)
         with caller.visit.making(plan.prompt_tokens, self.gateway.capsules.is_kept) as keep:
@@ -313,7 +317,7 @@ class Server:
             if plan.logprobs:
                 await asyncio.sleep(0)
         body = answer.body(self._envelope(text), choices, usage)
-        return json_response(body, headers=_headers(text, caller))
+        return json_response(body, headers=_worker_header(map(_WORKER, text.streams), caller))
 
     async def _opened(self, plan: Plan, prepare_s: float) -> tuple[TextStream, TextDelta]:
         """The answer begun, and its first delta; the caller closes it."""
@@ -371,16 +375,12 @@ def json_response(
     return Response(msgspec.json.encode(body), status, headers, "application/json")
 
 
-def _headers(text: TextStream, caller: Caller) -> dict[str, str]:
+def _worker_header(workers: Iterable[str], caller: Caller) -> dict[str, str]:
     """Workers that answer, each once: one, unless a request has several prompts.
 
     Of a fan-out that was split the one that holds its prefix; each branch names its own.
     """
-    return _worker_header(dict.fromkeys(stream.worker for stream in text.streams), caller)
-
-
-def _worker_header(workers: Iterable[str], caller: Caller) -> dict[str, str]:
-    return {"x-mallee-worker": ",".join(workers)} if caller.is_operator else {}
+    return {"x-mallee-worker": ",".join(dict.fromkeys(workers))} if caller.is_operator else {}
 
 
 async def prefill(

@@ -8,9 +8,10 @@ import re
 from typing import Any, Final, TypeGuard
 
 import xxhash
-from starlette.datastructures import Headers
+from starlette.requests import Request
 
-from mallee.api.sessions.names import read_session
+from mallee.api.entry.middleware import HEADERS
+from mallee.api.sessions.names import NO_SESSION, SESSION_HEADERS, read_session
 from mallee.gateway.access.access import Caller
 from mallee.protocol.api.shared import MAX_PRIORITY, MAX_TENANT, AnyRequest
 from mallee.protocol.errors import InvalidParameter
@@ -22,25 +23,29 @@ MAX_DIRECTIVES: Final = 16
 MAX_RETAIN_S: Final = 86_400.0  # where capsules may live for ever
 IMPLICIT_PRIORITY: Final = 50  # of a prompt whose request names a time and no priority
 
+_PLAIN: Final = AnyRequest().mallee  # of all requests without that object
 _TTL: Final = re.compile(r"([0-9]{1,6})([smh])", re.ASCII)
 _UNIT_S: Final = {"s": 1, "m": 60, "h": 3600}
 
 
-def read_terms(request: AnyRequest, caller: Caller, headers: Headers) -> QueueTerms:
-    """The terms of a request. Raises InvalidParameter."""
+def read_terms(request: AnyRequest, caller: Caller, asked: Request) -> QueueTerms:
+    """The terms of the body that was `asked`. Raises InvalidParameter."""
     tenant = caller.tenant or request.cache_salt or request.safety_identifier or request.user
-    names = read_session(request, headers)
-    if request.mallee.record and not names.session:
+    own, names = request.mallee, NO_SESSION
+    is_plain = own is _PLAIN and not request.session_id
+    if not is_plain or not SESSION_HEADERS.isdisjoint(asked.scope[HEADERS]):
+        names = read_session(request, asked.headers)
+    if own.record and not names.session:
         raise InvalidParameter("mallee.record", True, "name the session, as mallee.session")
     return QueueTerms(
         tenant=tenant[:MAX_TENANT],
         priority=_priority(request),
-        deadline_s=request.mallee.deadline_s,
+        deadline_s=own.deadline_s,
         session=names.session,
-        weight=request.mallee.weight,
+        weight=own.weight,
         tenant_weight=1.0 if caller.weight is None else caller.weight,
         owner="" if caller.weight is None else caller.tenant,
-        is_recorded=request.mallee.record,
+        is_recorded=own.record,
         parent_session=names.parent,
         ends_session=names.is_final,
     )
@@ -53,21 +58,17 @@ def read_affinity(request: AnyRequest, scope: Scope) -> int:
 
 
 def _priority(request: AnyRequest) -> int:
-    if request.mallee.priority is not None:
-        return request.mallee.priority
-    value = _hint(request.nvext, "priority")
+    if (given := request.mallee.priority) is not None:
+        return given
+    # The rest of `nvext` changes nothing here.
+    hints = request.nvext.get("agent_hints") if isinstance(request.nvext, dict) else None
+    value = hints.get("priority") if isinstance(hints, dict) else None
     if value is None:
         return 0
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) <= MAX_PRIORITY:
         return value
     remedy = f"give a whole number, {-MAX_PRIORITY} to {MAX_PRIORITY}"
     raise InvalidParameter("nvext.agent_hints.priority", value, remedy)
-
-
-def _hint(nvext: object, name: str) -> object:
-    """`name` of `nvext.agent_hints`; the rest of `nvext` changes nothing here."""
-    hints = nvext.get("agent_hints") if isinstance(nvext, dict) else None
-    return hints.get(name) if isinstance(hints, dict) else None
 
 
 # Retention of a prompt's KV beyond that of others. The first of `kv_hints`, `prompt_cache_options` and
@@ -83,7 +84,8 @@ def read_retention(
         spans = _hinted(request.kv_hints, prompt_tokens, max_s)
         if spans:
             return spans
-    ttl_s = _options_ttl_s(request.prompt_cache_options)
+    options = request.prompt_cache_options
+    ttl_s = None if options is None else _options_ttl_s(options)
     ttl_s = _control_ttl_s(request, "cache_control") if ttl_s is None else ttl_s
     if ttl_s is None:
         return ()
@@ -141,8 +143,6 @@ def _is_count(value: object) -> TypeGuard[int]:
 
 
 def _options_ttl_s(options: Any) -> float | None:
-    if options is None:
-        return None
     if not isinstance(options, dict) or options.get("mode", "implicit") not in (
         "implicit",
         "explicit",

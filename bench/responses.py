@@ -26,7 +26,7 @@ from mallee.api.chat.reading import ChatReader
 from mallee.api.entry.bodies import Bodies
 from mallee.api.jobs import JobMaker
 from mallee.api.prompts import PromptReader
-from mallee.api.responses.store import Left, Record, Turn
+from mallee.api.responses.store import Left, State
 from mallee.api.responses.turns import PlannedTurn, TurnMaker
 from mallee.api.text.chat import ChatTemplate
 from mallee.api.text.conversation import Message
@@ -35,6 +35,7 @@ from mallee.api.text.tokenizer import Tokenizer
 from mallee.protocol.api.responses import ResponseRequest
 from mallee.protocol.hashing import as_tokens
 from mallee.protocol.ids import COMMON, CapsuleId, RequestId
+from mallee.protocol.messages import pack_tokens
 from mallee.protocol.model import ModelSpec
 from mallee.router.dispatch.jobs import NO_TERMS
 from mallee.runtime.config import ChatSettings, HttpSettings
@@ -114,7 +115,7 @@ class Gateway:
         self.turns = TurnMaker(reader, chat, maker)
         self._bodies = Bodies()
 
-    def plan(self, raw: bytes, previous: Record | None) -> PlannedTurn:
+    def plan(self, raw: bytes, previous: State | None) -> PlannedTurn:
         body = self._bodies.parse(raw, ResponseRequest, "bench", 1 << 20)
         planned = self.turns.plan(body, COMMON, NO_TERMS, previous, has_capsule=True)
         planned.plan.jobs[0].command(RequestId("r"))
@@ -154,10 +155,9 @@ def run(gateway: Gateway, num_tokens: int, times: int, *, is_document: bool) -> 
     first = gateway.plan(body(items), None)
     answer = words(30, 7)
     drawn = as_tokens(gateway.tokenizer.encode(f"{answer}<|im_end|>"))
-    record = Record("r", COMMON, {}, [], first.head)
-    record.turn = Turn(first.turn, (Message("assistant", answer),))
     prompt_tokens = first.plan.prompt_tokens
-    record.left = Left(CapsuleId("c"), prompt_tokens, drawn, (prompt_tokens, first.turn))
+    left = Left(CapsuleId("c"), prompt_tokens, pack_tokens(drawn), prompt_tokens, 0)
+    state = State.of(first.head, (*first.turns, (Message("assistant", answer),)), left)
     question = words(40, 9)
     turn = body(question)
     again = body(
@@ -167,7 +167,7 @@ def run(gateway: Gateway, num_tokens: int, times: int, *, is_document: bool) -> 
             {"role": "user", "content": question},
         ]
     )
-    planned = gateway.plan(turn, record)
+    planned = gateway.plan(turn, state)
     whole = gateway.plan(again, None)
     assert planned.plan.prompt_tokens == whole.plan.prompt_tokens
     return {
@@ -175,7 +175,7 @@ def run(gateway: Gateway, num_tokens: int, times: int, *, is_document: bool) -> 
         "is_document": is_document,
         "turn": planned.how,
         "new_tokens": planned.new_tokens,
-        "turn_ms": round(cpu_ms(lambda: gateway.plan(turn, record), times), 3),
+        "turn_ms": round(cpu_ms(lambda: gateway.plan(turn, state), times), 3),
         "whole_ms": round(cpu_ms(lambda: gateway.plan(again, None), max(3, times // 20)), 3),
     }
 

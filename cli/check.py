@@ -7,14 +7,15 @@ replica's traceback. Here they are found before.
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, get_args
 
 import typer
 
-from mallee.cli.options import JsonOption, print_json, require_serve_extra
+from mallee.cli.options import JsonOption, require_serve_extra
+from mallee.cli.output import print_json
 from mallee.cli.settings import APP_PATH, S, parse_yaml, read_settings
 from mallee.protocol.errors import ConfigError, MalleeError
 
@@ -39,10 +40,6 @@ class Application(NamedTuple):
 
     def line(self, sentence: str) -> str:
         return f"{self.name}: {sentence}" if self.name else sentence
-
-
-def add_to(cli: typer.Typer) -> None:
-    cli.command()(check)
 
 
 def check(
@@ -196,8 +193,7 @@ def _unknown_keys(schema: "type[BaseModel]", values: Any, prefix: str = "") -> I
     for key, value in values.items():
         field = schema.model_fields.get(key)
         if field is None:
-            near = get_close_matches(str(key), schema.model_fields, 1)
-            hint = f"the nearest is `{near[0]}`" if near else "Ray Serve would drop it"
+            hint = _nearest(str(key), schema.model_fields, "Ray Serve would drop it")
             yield f"`{prefix}{key}` is no option of Ray Serve; {hint}"
             continue
         for inner in _models(field.annotation):
@@ -206,6 +202,11 @@ def _unknown_keys(schema: "type[BaseModel]", values: Any, prefix: str = "") -> I
                 name = each.get("name", number) if isinstance(each, dict) else number
                 step = f"{prefix}{key}.{name}." if isinstance(value, list) else f"{prefix}{key}."
                 yield from _unknown_keys(inner, each, step)
+
+
+def _nearest(name: str, known: Iterable[str], otherwise: str) -> str:
+    near = get_close_matches(name, list(known), 1)
+    return f"the nearest is `{near[0]}`" if near else otherwise
 
 
 def _models(annotation: Any) -> Iterator["type[BaseModel]"]:
@@ -229,8 +230,7 @@ def _deployment_faults(application: Application) -> Iterator[str]:
         if name == "Broker" and name not in known:
             yield "deployment `Broker`: with nats_url there is none"
         elif name not in known:
-            near = get_close_matches(name, known, 1)
-            hint = f"the nearest is `{near[0]}`" if near else f"there are {', '.join(known)}"
+            hint = _nearest(name, known, f"there are {', '.join(known)}")
             yield f"deployment `{name}` is none of Mallee's; {hint}"
         else:
             yield from (f"{name}: {fault}" for fault in _option_faults(name, each, config))

@@ -6,17 +6,16 @@ from typing import Annotated
 
 import typer
 
-from mallee.cli.options import JsonOption, one_of, print_json, require_serve_extra
+from mallee.cli.options import JsonOption, one_of, require_serve_extra
+from mallee.cli.output import answer, print_json
 from mallee.protocol.errors import ConfigError
 
-
-def add_to(cli: typer.Typer) -> None:
-    group = typer.Typer(help="Make API keys for `http.keys_file`; check such a file.")
-    group.command("new")(new)
-    group.command("check")(check)
-    cli.add_typer(group, name="keys", no_args_is_help=True)
+group = typer.Typer(
+    name="keys", help="Make API keys for `http.keys_file`; check such a file.", no_args_is_help=True
+)
 
 
+@group.command()
 def new(
     name: Annotated[str, typer.Argument(help="The key's name, for the file alone.")],
     role: Annotated[
@@ -52,6 +51,7 @@ def new(
     sys.stdout.write(entry)
 
 
+@group.command()
 def check(
     file: Annotated[Path, typer.Argument(help="A file for `http.keys_file`.")],
     as_json: JsonOption = False,
@@ -70,7 +70,5 @@ def check(
             raise
         print_json({"file": str(file), "right": False, "faults": [str(error)]})
         raise typer.Exit(1) from error
-    if as_json:
-        print_json({"file": str(file), "right": True, "keys": [each.name for each in found]})
-        return
-    sys.stdout.write(f"{file}: right, {len(found)} keys\n")
+    body = {"file": str(file), "right": True, "keys": [each.name for each in found]}
+    answer(body, f"{file}: right, {len(found)} keys", as_json=as_json)

@@ -3,21 +3,35 @@
 import errno
 import os
 import sys
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
 from mallee import __version__
-from mallee.cli import check, keys, metrics, sessions, settings, tree
-from mallee.cli.demo import command as demo
-from mallee.cli.doctor import machine as doctor
-from mallee.cli.doctor import model as doctor_model
-from mallee.cli.mocker import replay, sweep
-from mallee.cli.options import JsonOption, print_error, print_json
-from mallee.cli.profile import command as profile
-from mallee.cli.remote import capsules, chat, explain, remote_sessions, top, workers
-from mallee.cli.serving import mock, picker, serve, up
-from mallee.cli.synth import group
+from mallee.cli import keys
+from mallee.cli.check import check
+from mallee.cli.demo.command import demo
+from mallee.cli.doctor.machine import doctor
+from mallee.cli.doctor.model import doctor_model
+from mallee.cli.metrics import metrics
+from mallee.cli.mocker.replay import replay
+from mallee.cli.mocker.sweep import figures, sweep
+from mallee.cli.options import JsonOption
+from mallee.cli.output import answer, print_error
+from mallee.cli.profile.command import profile
+from mallee.cli.remote import capsules, remote_sessions, workers
+from mallee.cli.remote.chat import chat
+from mallee.cli.remote.explain import explain
+from mallee.cli.remote.top import top
+from mallee.cli.serving.mock import mock
+from mallee.cli.serving.picker import picker
+from mallee.cli.serving.serve import serve
+from mallee.cli.serving.up import up
+from mallee.cli.sessions import export_episode, replay_session
+from mallee.cli.settings import settings
+from mallee.cli.synth import group as synth
+from mallee.cli.tree import tree
 from mallee.protocol.errors import MalleeError
 
 cli = typer.Typer(
@@ -26,17 +40,19 @@ cli = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for _module in (
-    *(serve, up, workers, keys, mock, demo, settings, metrics, check, tree, doctor, doctor_model),
-    *(profile, replay, sweep, sessions, remote_sessions, capsules, chat, explain, top, picker),
-    group,
-):
-    _module.add_to(cli)
+_COMMANDS: tuple[Callable[..., None], ...] = (
+    *(serve, up, mock, demo, settings, metrics, check, tree, doctor, doctor_model, profile, replay),
+    *(sweep, figures, replay_session, export_episode, chat, explain, top, picker),
+)
+for _command in _COMMANDS:
+    cli.command()(_command)
+for _module in (workers, keys, remote_sessions, capsules, synth):
+    cli.add_typer(_module.group)
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        sys.stdout.write(f"mallee {__version__}\n")
+        version(as_json=False)
         raise typer.Exit
 
 
@@ -58,10 +74,7 @@ def version(as_json: JsonOption = False) -> None:
 
     Example: mallee version --json
     """
-    if as_json:
-        print_json({"version": __version__})
-    else:
-        _print_version(True)
+    answer({"version": __version__}, f"mallee {__version__}", as_json=as_json)
 
 
 def main() -> None:

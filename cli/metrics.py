@@ -1,30 +1,21 @@
 """`mallee metrics`: the page of all metric families, as the modules that count declare them."""
 
-import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import typer
-
-from mallee.cli.options import JsonOption, print_json
+from mallee.cli.options import JsonOption
+from mallee.cli.output import answer
 
 if TYPE_CHECKING:
     from mallee.runtime.telemetry.families import Family, Label
 
 
-def add_to(cli: typer.Typer) -> None:
-    cli.command("metrics")(print_metrics)
-
-
-def print_metrics(as_json: JsonOption = False) -> None:
+def metrics(as_json: JsonOption = False) -> None:
     """List every metric family with its labels, as docs/metrics.md does.
 
     Example: mallee metrics --json
     """
-    if as_json:
-        print_json({"families": families()})
-    else:
-        sys.stdout.write(document())
+    answer({"families": families()}, document().rstrip(), as_json=as_json)
 
 
 def declared() -> "Mapping[str, Mapping[str, Family]]":
@@ -36,6 +27,7 @@ def declared() -> "Mapping[str, Mapping[str, Family]]":
 
     gateway = GatewayMetrics()
     gateway.show_router(_nothing, _nothing)
+    gateway.show_store(None)
     every = Families().declared
     of = {
         "gateway": gateway.registry,

@@ -1,17 +1,17 @@
-"""Options that several commands have, and checks and errors of options."""
+"""Options that several commands have, groups of them, and checks of their values."""
 
-import json
+import inspect
 import shlex
-import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import is_dataclass
+from functools import wraps
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeAlias, get_args
+from types import MappingProxyType
+from typing import Annotated, Any, TypeAlias, cast, get_args
 
-import msgspec
 import typer
-from rich.console import Console
-from rich.markup import escape
 
 from mallee.protocol.errors import ConfigError
 
@@ -92,6 +92,38 @@ SERVING_PACKAGES = {
 COMPUTING_PACKAGES = {"ray": "ray", "torch": "torch"}
 
 
+def with_groups(
+    command: Callable[..., None], names: Mapping[str, str] = MappingProxyType({})
+) -> Callable[..., None]:
+    """`command` with options of their own for the fields of each parameter that is a dataclass.
+
+    `names`: those of fields whose options are called otherwise.
+    """
+    signature = inspect.signature(command)
+    options: list[inspect.Parameter] = []
+    groups: dict[
+        str, tuple[Any, dict[str, str]]
+    ] = {}  # by parameter: the class, options' names by field
+    for name, parameter in signature.parameters.items():
+        kind = parameter.annotation
+        if not is_dataclass(kind):
+            options.append(parameter)
+            continue
+        fields = inspect.signature(cast(type, kind)).parameters
+        groups[name] = kind, {field: names.get(field, field) for field in fields}
+        options += [each.replace(name=names.get(field, field)) for field, each in fields.items()]
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        for name, (kind, fields) in groups.items():
+            given[name] = kind(**{field: given.pop(option) for field, option in fields.items()})
+        command(**given)
+
+    named = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in options]
+    run.__dict__["__signature__"] = signature.replace(parameters=named)
+    return run
+
+
 def require_serve_extra(*, is_mocked: bool = False) -> None:
     """Raises ConfigError that names the remedy if packages of the service are missing.
 
@@ -106,6 +138,14 @@ def require_packages(needed: Iterable[str], remedy: str) -> None:
     missing = [name for name in needed if find_spec(name.partition(".")[0]) is None]
     if missing:
         raise ConfigError(f"{', '.join(missing)} not installed: run {remedy}", missing=missing)
+
+
+def version_of(package: str) -> str | None:
+    """None if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def check_out(out: Path | None) -> None:
@@ -141,11 +181,6 @@ def command_of(ctx: typer.Context) -> str:
             names = param.opts if value or not is_flag else param.secondary_opts
             words += [names[0]] if is_flag else [names[0], str(value)]
     return shlex.join(words)
-
-
-def say_written(paths: Iterable[Path]) -> None:
-    for path in paths:
-        typer.echo(f"wrote {path}", err=True)
 
 
 def kv_tokens_of(timing: str, given: int | None, engines_per_device: int = 1) -> int:
@@ -185,22 +220,6 @@ def above_0(name: str, given: float) -> float:
     if not 0.0 < given < float("inf"):
         raise ConfigError(f"--{name}={given:g}: give more than 0")
     return given
-
-
-def print_error(text: str) -> None:
-    for line in text.splitlines():
-        Console(stderr=True).print(f"[red]error:[/] {escape(line)}", soft_wrap=True)
-
-
-def print_json(body: object) -> None:
-    """One object in a line of stdout, which is the last that a command with --json prints."""
-    sys.stdout.write(json.dumps(msgspec.to_builtins(body), allow_nan=False) + "\n")
-
-
-def fail(message: str) -> NoReturn:
-    """End with one line and status 2."""
-    print_error(message)
-    raise typer.Exit(2)
 
 
 def one_of(name: str, given: str | None, choices: Any) -> str | None:

@@ -1,22 +1,16 @@
 """`mallee replay-session` and `mallee export-episode`: recorded sessions, asked again or as arrays."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from mallee.cli.options import (
-    JsonOption,
-    check_file,
-    print_error,
-    print_json,
-    require_serve_extra,
-    say_written,
-)
+from mallee.cli.options import JsonOption, check_file, require_serve_extra
+from mallee.cli.output import grid, print_error, print_json, say_written
 from mallee.protocol.errors import ConfigError
 from mallee.sessions.session import RecordedSession
 
@@ -34,11 +28,6 @@ FilesArgument = Annotated[
     list[Path],
     typer.Argument(help="A session's record, or an episode; parts of one session together."),
 ]
-
-
-def add_to(cli: typer.Typer) -> None:
-    cli.command()(replay_session)
-    cli.command()(export_episode)
 
 
 def replay_session(
@@ -157,14 +146,6 @@ def folders_of(weights: list[str]) -> dict[str, str]:
 # Engines
 
 
-class _Kind(NamedTuple):
-    """The way in which a model was computed."""
-
-    is_mocked: bool = False
-    dtype: str = "auto"
-    kv_dtype: str = "auto"
-
-
 def engines_for(
     session: RecordedSession,
     model: str | None,
@@ -180,51 +161,30 @@ def engines_for(
     Raises ModelError, and unless `force` IncompatibleCapsule naming the fields in which the model differs.
     """
     from mallee.actors.build import resolve
+    from mallee.actors.mock.fleet import MockPlan
+    from mallee.protocol.ids import Incarnation, WorkerId
     from mallee.runtime.config import AppConfig
     from mallee.sessions.replay import check_model
 
     recorded, name = session.model, model or session.model.name
-    closest, kind = _closest(recorded, resolve(name))
+    kept = {"max_kept_share": 1.0}
+    mock = {"kind": "mock", "kv_tokens": _MOCK_KV_TOKENS, **kept}
+    asked = {"model": name, "engine": mock, "mock": {"speedup": 0}}
+    mocked = MockPlan.of(AppConfig.model_validate(asked))  # which needs no weights
+    if mocked.spec.fingerprint == recorded.fingerprint:
+        engine = mocked.engine(WorkerId("replay"), Incarnation(0)).engine
+        return lambda weights: engine
+    specs = list(_specs(name, resolve(name)))
+    same = (each for each in specs if each[0].fingerprint == recorded.fingerprint)
+    closest, dtypes = next(same, specs[0])
     if not force:
         check_model(recorded, closest)
-    engine: dict[str, Any] = {"max_kept_share": 1.0}
-    if kind.is_mocked:
-        engine |= {"kind": "mock", "kv_tokens": _MOCK_KV_TOKENS}
-        config = AppConfig.model_validate({"model": name, "engine": engine, "mock": {"speedup": 0}})
-        return _mocked(config)
-    engine |= {"dtype": kind.dtype, "kv_dtype": kind.kv_dtype}
-    engine |= {"kv_gib": kv_gib, "threads": threads}
-    config = AppConfig.model_validate({"model": name, "engine": engine})
-    return _Computed(config, folders).engine
+    computed = {**kept, **dtypes, "kv_gib": kv_gib, "threads": threads}
+    return _Computed(AppConfig.model_validate({"model": name, "engine": computed}), folders).engine
 
 
-def _closest(recorded: "ModelSpec", folder: Path) -> tuple["ModelSpec", _Kind]:
-    """The model in `folder`, computed in the way that gives the recorded fingerprint, if one does."""
-    mocked = _mocked_spec(recorded.name, folder)  # which needs no weights
-    if mocked.fingerprint == recorded.fingerprint:
-        return mocked, _Kind(is_mocked=True)
-    specs = list(_specs(recorded.name, folder))
-    for spec, kind in specs:
-        if spec.fingerprint == recorded.fingerprint:
-            return spec, kind
-    return specs[0]
-
-
-def _mocked_spec(name: str, folder: Path) -> "ModelSpec":
-    from mallee.worker.model.config import model_spec
-    from mallee.worker.model.loading.config_json import read_config
-
-    return model_spec(
-        read_config(folder),
-        name=name,
-        weights_digest="mock",
-        dtype="bfloat16",
-        max_model_len=None,
-    )
-
-
-def _specs(name: str, folder: Path) -> Iterator[tuple["ModelSpec", _Kind]]:
-    """The model in `folder`, in every way in which its weights can be computed."""
+def _specs(name: str, folder: Path) -> Iterator[tuple["ModelSpec", dict[str, str]]]:
+    """The model in `folder`, in every way in which its weights can be computed, and the settings of each."""
     from mallee.worker.model.config import model_spec
     from mallee.worker.model.loading.checkpoint import weights_digest
     from mallee.worker.model.loading.config_json import read_config
@@ -235,26 +195,12 @@ def _specs(name: str, folder: Path) -> Iterator[tuple["ModelSpec", _Kind]]:
     first = resolve_dtype("auto", config, "cpu")
     for dtype in sorted(("float32", "bfloat16"), key=lambda each: each != first):
         for kv_dtype in ("auto", "fp8"):
-            try:
+            ways = {"dtype": dtype, "kv_dtype": kv_dtype}
+            with suppress(ConfigError):  # its heads don't fit that
                 spec = model_spec(
-                    config,
-                    name=name,
-                    weights_digest=digest,
-                    dtype=dtype,
-                    kv_dtype=kv_dtype,
-                    max_model_len=None,
+                    config, name=name, weights_digest=digest, max_model_len=None, **ways
                 )
-            except ConfigError:  # its heads don't fit that
-                continue
-            yield spec, _Kind(dtype=dtype, kv_dtype=kv_dtype)
-
-
-def _mocked(config: "AppConfig") -> "MakeEngine":
-    from mallee.actors.mock.fleet import MockPlan
-    from mallee.protocol.ids import Incarnation, WorkerId
-
-    engine = MockPlan.of(config).engine(WorkerId("replay"), Incarnation(0)).engine
-    return lambda weights: engine
+                yield spec, ways
 
 
 class _Computed:
@@ -318,28 +264,11 @@ def summary(session: RecordedSession, outcomes: "list[Outcome]") -> dict[str, An
 
 
 def show(console: Console, session: RecordedSession, outcomes: "list[Outcome]") -> None:
-    table = Table(box=None, pad_edge=False)
-    for name in ("request", "asked", "branches", "tokens", "workers", "replay"):
-        is_number = name in ("branches", "tokens")
-        table.add_column(name, justify="right" if is_number else "left")
-    num_hidden = 0
-    for number, each in enumerate(outcomes):
-        if number >= MAX_ROWS and each.verdict == "equal":
-            num_hidden += 1
-            continue
-        branches = each.request.branches
-        workers = dict.fromkeys(name for branch in branches for name in branch.workers)
-        table.add_row(
-            escape(each.request.name),
-            type(each.request.command).__name__.lower(),
-            str(len(branches)),
-            str(sum(len(branch.tokens) for branch in branches)),
-            escape(", ".join(workers)),
-            each.verdict if each.verdict == "equal" else f"[red]{each.verdict}[/]",
-        )
-    console.print(table)
-    if num_hidden:
-        console.print(f"... and {num_hidden} more that are equal")
+    shown = [each for i, each in enumerate(outcomes) if i < MAX_ROWS or each.verdict != "equal"]
+    head = ("request", "asked", "branches", "tokens", "workers", "replay")
+    console.print(grid(head, map(_row, shown), right=("branches", "tokens")))
+    if len(shown) < len(outcomes):
+        console.print(f"... and {len(outcomes) - len(shown)} more that are equal")
     for reason in session.stopped:
         console.print(f"the record ends before its session: {reason}")
     for each in outcomes:
@@ -352,4 +281,17 @@ def show(console: Console, session: RecordedSession, outcomes: "list[Outcome]") 
     console.print(
         f"{told['tokens_equal']} of {told['tokens']} tokens are as recorded,"
         f" {told['equal']} of {told['requests']} requests"
+    )
+
+
+def _row(outcome: "Outcome") -> tuple[str, ...]:
+    request, verdict = outcome.request, outcome.verdict
+    workers = dict.fromkeys(name for branch in request.branches for name in branch.workers)
+    return (
+        escape(request.name),
+        type(request.command).__name__.lower(),
+        str(len(request.branches)),
+        str(sum(len(branch.tokens) for branch in request.branches)),
+        escape(", ".join(workers)),
+        verdict if verdict == "equal" else f"[red]{verdict}[/]",
     )

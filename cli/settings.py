@@ -1,14 +1,14 @@
 """Settings of a service from a file, from `--set` and from options; `mallee settings`."""
 
 import json
-import sys
 from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from mallee.cli.options import JsonOption, print_json
+from mallee.cli.options import JsonOption
+from mallee.cli.output import answer
 from mallee.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -133,11 +133,7 @@ def parsed_assignment(assignment: str) -> tuple[str, object]:
         raise ConfigError(f"--set {assignment}: {text!r} is no YAML value") from error
 
 
-def add_to(cli: typer.Typer) -> None:
-    cli.command("settings")(print_settings)
-
-
-def print_settings(
+def settings(
     nats_permissions: Annotated[
         str | None,
         typer.Option(
@@ -152,18 +148,12 @@ def print_settings(
     Example: mallee settings --json
     """
     if nats_permissions is None:
-        if as_json:
-            print_json({"settings": list(rows())})
-        else:
-            sys.stdout.write(document())
+        answer({"settings": list(rows())}, document().rstrip(), as_json=as_json)
         return
     from mallee.runtime.bus.accounts import authorization
 
     text = authorization(nats_permissions, gateway="$GATEWAYS_PASSWORD", worker="$WORKERS_PASSWORD")
-    if as_json:
-        print_json({"fleet": nats_permissions, "authorization": text})
-    else:
-        sys.stdout.write(text)
+    answer({"fleet": nats_permissions, "authorization": text}, text.rstrip(), as_json=as_json)
 
 
 _HEAD = """\

@@ -4,18 +4,18 @@ The prompt is computed once. Each level forks every text of the level above, so 
 computed twice.
 """
 
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Group
 from rich.text import Text
 from rich.tree import Tree
 
-from mallee.cli.options import JsonOption, ModelOption, print_json, require_serve_extra
+from mallee.cli.options import JsonOption, ModelOption, require_serve_extra
+from mallee.cli.output import answer
 from mallee.protocol.errors import InvalidParameter, from_wire
 
 if TYPE_CHECKING:
@@ -25,10 +25,6 @@ if TYPE_CHECKING:
     from mallee.worker.forward import Forward
 
 MAX_TEXTS = 4096
-
-
-def add_to(cli: typer.Typer) -> None:
-    cli.command()(tree)
 
 
 def tree(
@@ -59,22 +55,18 @@ def tree(
     )
     seconds = time.perf_counter() - begun
     stats = engine.stats()
-    if as_json:
-        print_json(
-            {
-                "texts": texts(root, tokenizer),
-                "output_tokens": stats.num_output_tokens,
-                "prefill_tokens": stats.num_prefill_tokens,
-                "cached_tokens": stats.num_cached_tokens,
-                "seconds": round(seconds, 3),
-            }
-        )
-        return
-    Console().print(draw(root, tokenizer), highlight=False)
-    sys.stdout.write(
+    body = {
+        "texts": texts(root, tokenizer),
+        "output_tokens": stats.num_output_tokens,
+        "prefill_tokens": stats.num_prefill_tokens,
+        "cached_tokens": stats.num_cached_tokens,
+        "seconds": round(seconds, 3),
+    }
+    figures = (
         f"{stats.num_output_tokens} tokens drawn, {stats.num_prefill_tokens} computed for prompts,"
-        f" {stats.num_cached_tokens} shared, in {seconds:.1f} s\n"
+        f" {stats.num_cached_tokens} shared, in {seconds:.1f} s"
     )
+    answer(body, Group(draw(root, tokenizer), figures), as_json=as_json)
 
 
 @dataclass(slots=True)

@@ -242,10 +242,6 @@ WORKERS = Call("GET", "/v1/router/workers")
 MAX_PAGE: Final = 100  # entries that the server lists at once
 
 
-def drain_worker(worker: str) -> Call:
-    return Call("POST", f"{WORKERS.path}/{_quoted(worker)}/drain")
-
-
 def explain(request: str | None, limit: int | None, candidates: int) -> Call:
     """Decisions of the router, the last ones or those of a request."""
     query = query_of({"request": request, "limit": limit, "candidates": candidates})
@@ -277,7 +273,7 @@ def prefill(
     body = {**_prompt(prompt, messages), **params}
     if messages is not None:
         body["add_generation_prompt"] = not is_open
-    return Call("POST", "/v1/capsules", nested(_given(body)), params.get("cache_salt"))
+    return Call("POST", "/v1/capsules", nested(given(body)), params.get("cache_salt"))
 
 
 def fork(capsule: str, branches: Forks, params: Mapping[str, Any]) -> Call:
@@ -305,10 +301,6 @@ def _is_suffix(value: object) -> bool:
     return isinstance(value, str | Mapping | list | tuple)
 
 
-def get_capsule(capsule: str, cache_salt: str | None = None) -> Call:
-    return Call("GET", _capsule_path(capsule), cache_salt=cache_salt)
-
-
 def restore(capsule: str, params: Mapping[str, Any]) -> Call:
     """The branch that a capsule was taken from, going on."""
     path = f"{_capsule_path(capsule)}/restore"
@@ -317,85 +309,37 @@ def restore(capsule: str, params: Mapping[str, Any]) -> Call:
 
 def change(capsule: str, verb: str, params: Mapping[str, Any]) -> Call:
     """A capsule's rewind, pin, demotion, promotion, or the prune below it."""
-    path = f"{_capsule_path(capsule)}/{verb}"
-    return Call("POST", path, _given(dict(params)), params.get("cache_salt"))
+    return _post(f"{_capsule_path(capsule)}/{verb}", params)
 
 
-def _request_path(request: str) -> str:
-    return f"/v1/requests/{_quoted(request)}"
+def of_request(request: str, verb: str, params: Mapping[str, Any]) -> Call:
+    """A change of a request's running branches."""
+    return _post(f"/v1/requests/{quoted(request)}/{verb}", params)
 
 
-def prioritize(
-    request: str, branches: Sequence[int], priority: int, cache_salt: str | None
+def of_capsule(
+    method: str, capsule: str, cache_salt: str | None, part: str = "", **query: Any
 ) -> Call:
-    """Another priority for running branches."""
-    body = {"branches": list(branches), "priority": priority, "cache_salt": cache_salt}
-    return Call("POST", f"{_request_path(request)}/prioritize", _given(body), cache_salt)
+    """A look at a capsule or a part of it, or the end of one."""
+    path = f"{_capsule_path(capsule)}{part}{query_of(query)}"
+    return Call(method, path, cache_salt=cache_salt)
 
 
-def inject(request: str, branch: int, params: Mapping[str, Any]) -> Call:
-    """Tokens into a running branch."""
-    path = f"{_request_path(request)}/branches/{branch}/inject"
-    return Call("POST", path, _given(dict(params)), params.get("cache_salt"))
+def of_capsules(
+    method: str, wanted: Mapping[str, Any], cache_salt: str | None, part: str = "", **query: Any
+) -> Call:
+    """A look at all capsules that are `wanted`, or their end."""
+    path = f"/v1/capsules{part}{query_of({**query, **wanted})}"
+    return Call(method, path, cache_salt=cache_salt)
 
 
-def capture(request: str, branch: int, params: Mapping[str, Any]) -> Call:
-    """A capsule of a running branch."""
-    path = f"{_request_path(request)}/capsules"
-    return Call("POST", path, {"branch": branch, **_given(dict(params))}, params.get("cache_salt"))
-
-
-def prune(request: str, branches: Sequence[int] | None, cache_salt: str | None) -> Call:
-    """The end of running branches, or of all."""
-    given = {"branches": None if branches is None else list(branches), "cache_salt": cache_salt}
-    return Call("POST", f"{_request_path(request)}/prune", _given(given), cache_salt)
-
-
-def show_request(request: str, cache_salt: str | None) -> Call:
-    """The course of a request."""
-    return Call("GET", _request_path(request), cache_salt=cache_salt)
-
-
-def capsule_text(capsule: str, start: int, cache_salt: str | None) -> Call:
-    query = f"?start={start}" if start else ""
-    return Call("GET", f"{_capsule_path(capsule)}/text{query}", cache_salt=cache_salt)
-
-
-def unpin(capsule: str, cache_salt: str | None = None) -> Call:
-    return Call("DELETE", f"{_capsule_path(capsule)}/pin", cache_salt=cache_salt)
-
-
-def export(capsule: str, cache_salt: str | None = None) -> Call:
-    """A capsule as a file."""
-    return Call("GET", f"{_capsule_path(capsule)}/export", cache_salt=cache_salt)
+def _post(path: str, params: Mapping[str, Any]) -> Call:
+    return Call("POST", path, given(params), params.get("cache_salt"))
 
 
 def import_capsule(params: Mapping[str, Any], cache_salt: str | None = None) -> Call:
     """A capsule from a file, which is the body; so `params` are in the query."""
     return Call("POST", f"/v1/capsules/import{query_of(params)}", cache_salt=cache_salt)
-
-
-def list_capsules(
-    wanted: Mapping[str, Any], limit: int, cache_salt: str | None, after: str | None
-) -> Call:
-    query = query_of({"limit": limit, "after": after or None, **wanted})
-    return Call("GET", f"/v1/capsules{query}", cache_salt=cache_salt)
-
-
-def count_capsules(wanted: Mapping[str, Any], cache_salt: str | None = None) -> Call:
-    return Call("GET", f"/v1/capsules/count{query_of(wanted)}", cache_salt=cache_salt)
-
-
-def delete_capsules(
-    wanted: Mapping[str, Any], *, is_all: bool, cache_salt: str | None = None
-) -> Call:
-    """Deletion of all that are wanted, or of all there are. The server refuses neither and both."""
-    query = query_of({**wanted, "all": is_all or None})
-    return Call("DELETE", f"/v1/capsules{query}", cache_salt=cache_salt)
-
-
-def delete_capsule(capsule: str, cache_salt: str | None = None) -> Call:
-    return Call("DELETE", _capsule_path(capsule), cache_salt=cache_salt)
 
 
 def checked_url(base_url: str) -> str:
@@ -412,22 +356,21 @@ def checked_retries(max_retries: int) -> int:
     return max_retries
 
 
-def _quoted(name: str) -> str:
+def quoted(name: str) -> str:
     from urllib.parse import quote  # 10 ms of the import, which httpx needs anyway
 
     return quote(name, safe="")
 
 
 def _capsule_path(capsule: str) -> str:
-    return f"/v1/capsules/{_quoted(capsule)}"
+    return f"/v1/capsules/{quoted(capsule)}"
 
 
 def query_of(params: Mapping[str, Any]) -> str:
     """The end of a path, with a question mark unless it is empty."""
     from urllib.parse import urlencode
 
-    given = _given(dict(params))
-    texts = {n: str(v).lower() if isinstance(v, bool) else v for n, v in given.items()}
+    texts = {n: str(v).lower() if isinstance(v, bool) else v for n, v in given(params).items()}
     return f"?{urlencode(texts)}" if texts else ""
 
 
@@ -438,8 +381,9 @@ def _prompt(prompt: Prompt | None, messages: Sequence[Message] | None) -> dict[s
 
 
 def _streamed(body: dict[str, Any]) -> dict[str, Any]:
-    return {**nested(_given(body)), "stream": True, "stream_options": {"include_usage": True}}
+    return {**nested(given(body)), "stream": True, "stream_options": {"include_usage": True}}
 
 
-def _given(body: dict[str, Any]) -> dict[str, Any]:
+def given(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what is None."""
     return {name: value for name, value in body.items() if value is not None}

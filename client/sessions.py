@@ -3,7 +3,7 @@
 Requests name theirs by `session=...`, as those of a `Session` do.
 """
 
-from mallee.client.calls import Budget, Call, query_of
+from mallee.client.calls import Budget, Call, given, query_of, quoted
 from mallee.client.html import nodes_html
 from mallee.protocol.api import sessions as protocol
 
@@ -43,9 +43,8 @@ def show_session(session: str, cache_salt: str | None) -> Call:
 
 
 def bound_session(session: str, budget: Budget, parent: str | None, cache_salt: str | None) -> Call:
-    given = {"budget": budget, "parent": parent, "cache_salt": cache_salt}
-    body = {name: value for name, value in given.items() if value is not None}
-    return Call("PUT", _path(session), body, cache_salt)
+    body = {"budget": budget, "parent": parent, "cache_salt": cache_salt}
+    return Call("PUT", _path(session), given(body), cache_salt)
 
 
 def fork_session(
@@ -56,9 +55,8 @@ def fork_session(
     *,
     budget: Budget | None = None,
 ) -> Call:
-    given = {"session": new, "capsule": capsule, "cache_salt": cache_salt, "budget": budget}
-    body = {name: value for name, value in given.items() if value is not None}
-    return Call("POST", f"{_path(session)}/fork", body, cache_salt)
+    body = {"session": new, "capsule": capsule, "cache_salt": cache_salt, "budget": budget}
+    return Call("POST", f"{_path(session)}/fork", given(body), cache_salt)
 
 
 def close_session(session: str, cache_salt: str | None) -> Call:
@@ -66,6 +64,4 @@ def close_session(session: str, cache_salt: str | None) -> Call:
 
 
 def _path(session: str) -> str:
-    from urllib.parse import quote
-
-    return f"/v1/sessions/{quote(session, safe='')}"
+    return f"/v1/sessions/{quoted(session)}"

@@ -151,7 +151,7 @@ class Asking(ABC):
 
     def capsule(self, capsule: str, *, cache_salt: str | None = None) -> "Capsule":
         """A capsule by id, and the salt that it was made with. Raises UnknownCapsule."""
-        return self._capsule(calls.get_capsule(capsule, cache_salt), is_open=False)
+        return self._capsule(calls.of_capsule("GET", capsule, cache_salt), is_open=False)
 
     def run(
         self,
@@ -387,7 +387,10 @@ class Mallee(Asking):
         **wanted: Unpack[calls.Wanted],
     ) -> "Iterator[Capsule]":
         """The caller's capsules that are `wanted`, by id, those after `after`: `limit` of them a request."""
-        asked = partial(calls.list_capsules, wanted, limit, cache_salt)
+
+        def asked(after: str | None) -> Call:
+            return calls.of_capsules("GET", wanted, cache_salt, limit=limit, after=after)
+
         for body in self._pages(asked, after):
             yield Capsule(self, read_as(body, CapsuleData), is_open=False, cache_salt=cache_salt)
 
@@ -395,7 +398,8 @@ class Mallee(Asking):
         self, *, cache_salt: str | None = None, **wanted: Unpack[calls.Wanted]
     ) -> CapsuleCount:
         """The number of the caller's capsules that are `wanted`, and of their tokens."""
-        return read_as(self._send(calls.count_capsules(wanted, cache_salt)), CapsuleCount)
+        call = calls.of_capsules("GET", wanted, cache_salt, "/count")
+        return read_as(self._send(call), CapsuleCount)
 
     def delete_capsules(
         self, *, all: bool = False, cache_salt: str | None = None, **wanted: Unpack[calls.Wanted]
@@ -405,7 +409,7 @@ class Mallee(Asking):
         Raises the first error, with their number, after the others were deleted: call it again. It is
         not sent again by itself: a second answer would not count those that the first had deleted.
         """
-        call = calls.delete_capsules(wanted, is_all=all, cache_salt=cache_salt)
+        call = calls.of_capsules("DELETE", wanted, cache_salt, all=all or None)
         return int(self._send(call, max_retries=0)["deleted"])
 
     def sessions(
@@ -433,7 +437,8 @@ class Mallee(Asking):
 
     def request(self, request: str, *, cache_salt: str | None = None) -> RequestLife:
         """The course of a request, while it runs and afterwards: docs/api/requests.md. Raises NotFound."""
-        return read_as(self._send(calls.show_request(request, cache_salt)), RequestLife)
+        call = Call("GET", f"/v1/requests/{calls.quoted(request)}", cache_salt=cache_salt)
+        return read_as(self._send(call), RequestLife)
 
     def import_capsule(
         self,
@@ -475,7 +480,7 @@ class Mallee(Asking):
 
     def drain_worker(self, worker: str) -> None:
         """Have a worker take nothing new, finish or hand over what it has, and leave. Raises NotFound."""
-        self._send(calls.drain_worker(worker))
+        self._send(Call("POST", f"{calls.WORKERS.path}/{calls.quoted(worker)}/drain"))
 
     def explain(
         self, request: str | None = None, *, limit: int | None = None, candidates: int = 16
@@ -640,7 +645,7 @@ class Capsule:
 
         for wait_s in ready_waits(self.id, timeout_s):
             sleep(wait_s)
-            call = calls.get_capsule(self.id, self._cache_salt)
+            call = calls.of_capsule("GET", self.id, self._cache_salt)
             data = read_as(self._client._send(call), CapsuleData)
             if data.error:
                 raise from_body({"error": msgspec.to_builtins(data.error)}, 200)
@@ -705,8 +710,9 @@ class Capsule:
 
     def text(self, start: int = 0) -> str:
         """Its text from token `start` on, special tokens as they are written. Raises NotFound."""
-        answer = self._client._send(calls.capsule_text(self.id, start, self._cache_salt))
-        return str(answer["text"])
+        salt = self._cache_salt
+        call = calls.of_capsule("GET", self.id, salt, "/text", start=start or None)
+        return str(self._client._send(call)["text"])
 
     def rewind(self, to: int, *, ttl_s: float | None = None) -> "Capsule":
         """A capsule of the first `to` tokens; this one stays as it is."""
@@ -718,7 +724,7 @@ class Capsule:
 
     def unpin(self) -> "Capsule":
         """Keep it only while there is room."""
-        call = calls.unpin(self.id, self._cache_salt)
+        call = calls.of_capsule("DELETE", self.id, self._cache_salt, "/pin")
         return self._client._capsule(call, is_open=self.is_open)
 
     def demote(self, tier: Literal["host", "disk"]) -> "Capsule":
@@ -743,7 +749,7 @@ class Capsule:
 
     def delete(self) -> None:
         """Forget the state. Raises UnknownCapsule if it is gone already."""
-        self._client._send(calls.delete_capsule(self.id, self._cache_salt))
+        self._client._send(calls.of_capsule("DELETE", self.id, self._cache_salt))
 
     def export(self, target: files.File, *, progress: files.Progress | None = None) -> int:
         """Write it to a file, by path or open; returns the number of bytes.
@@ -751,7 +757,8 @@ class Capsule:
         Another server with the same model goes on from it exactly: `import_capsule`. A path has its file
         only when all of it is there. Raises StreamBroken.
         """
-        client, call = (self._client, calls.export(self.id, self._cache_salt))
+        client = self._client
+        call = calls.of_capsule("GET", self.id, self._cache_salt, "/export")
         response, url = (client._begun(call), client.base_url + call.path)
         counted = files.Counted(files.file_nbytes(response.headers), progress)
         try:
@@ -770,7 +777,7 @@ class Capsule:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        call = calls.delete_capsule(self.id, self._cache_salt)
+        call = calls.of_capsule("DELETE", self.id, self._cache_salt)
         with suppress(*((UnknownCapsule,) if kind is None else (MalleeError, RuntimeError))):
             self._client._send(call, limit_s=DELETE_TIMEOUT_S, max_retries=0)
 
@@ -824,8 +831,8 @@ class Branch(BranchState):
 
         Raises UnknownBranch if it is over; then `fork` and `restore` continue where it ended.
         """
-        params = {"ttl_s": ttl_s, "cache_salt": self.cache_salt}
-        call = calls.capture(self._request, self.index, params)
+        params = {"branch": self.index, "ttl_s": ttl_s, "cache_salt": self.cache_salt}
+        call = calls.of_request(self._request, "capsules", params)
         return self._asking._capsule(call, is_open=False)
 
     def inject(self, suffix: calls.Suffix, *, mode: calls.InjectMode = "append") -> int:
@@ -835,19 +842,24 @@ class Branch(BranchState):
         injected is dropped. Raises UnknownBranch if the branch is over.
         """
         params = {"suffix": suffix, "mode": mode, "cache_salt": self.cache_salt}
-        return int(self._asking._send(calls.inject(self._request, self.index, params))["at"])
+        call = calls.of_request(self._request, f"branches/{self.index}/inject", params)
+        return int(self._asking._send(call)["at"])
 
     def prune(self) -> bool:
         """End the running branch alone; the others go on. False: it had ended. Raises UnknownRequest."""
-        call = calls.prune(self._request, [self.index], self.cache_salt)
-        return self.index in self._asking._send(call)["branches"]
+        return self._among("prune")
 
     def prioritize(self, priority: int) -> bool:
         """Have the running branch go before those of its session with less, from the next step on.
 
         Returns whether it still ran. Raises UnknownRequest if none of its request does.
         """
-        call = calls.prioritize(self._request, [self.index], priority, self.cache_salt)
+        return self._among("prioritize", priority=priority)
+
+    def _among(self, verb: str, **more: Any) -> bool:
+        """Change this branch alone; whether it was still running."""
+        params = {"branches": [self.index], "cache_salt": self.cache_salt, **more}
+        call = calls.of_request(self._request, verb, params)
         return self.index in self._asking._send(call)["branches"]
 
     @property

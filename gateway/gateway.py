@@ -53,21 +53,30 @@ class Gateway:
         router, memory = context.router, TokenMemory(token_memory_nbytes)
         block_size = router.config.block_size
         config = DispatchConfig(
-            admission or AdmissionConfig(), max_moves=MAX_MOVES, patience_s=PATIENCE_S
+            admission or AdmissionConfig(),
+            max_moves=MAX_MOVES,
+            patience_s=PATIENCE_S,
+            asks_first=True,
         )
-        texts = TokenTexts(memory, context.model, block_size, weights=lambda: router.weights)
+        texts = TokenTexts(memory, context.model, block_size, serving=router)
         dispatcher = Dispatcher(router, texts, config, clock=context.clock)
         self.context: Final = context
         self.memory: Final = memory
         self.shell: Final = Shell(context, dispatcher, transport)
         links = self.shell.links
-        self.store: Final = Store(context.bus, context.fleet, store)
+        self.store: Final = Store(
+            context.bus,
+            store or StoreTerms(context.fleet),
+            context.metrics.stored,
+            context.clock,
+        )
         self.peers: Final = Peers(
             context.bus,
             gateway=context.gateway,
             fleet=context.fleet,
             others=lambda: links.other_gateways,
             ids=context.ids,
+            clock=context.clock,
         )
         self.records: Final = SharedRecords(
             context.bus,
@@ -76,7 +85,7 @@ class Gateway:
             others=lambda: links.other_gateways,
             belongs=context.ids.belongs,
         )
-        self.capsules: Final = Capsules(context, self.shell, self.records, memory, files)
+        self.capsules: Final = Capsules(context, self.shell, self.store, self.peers, memory, files)
         self.sessions: Final = GatewaySessions(
             context,
             self.shell,
@@ -90,7 +99,7 @@ class Gateway:
             self.shell,
             self.capsules,
             self.sessions,
-            self.records,
+            self.peers,
             memory,
             recorder=recorder,
             spans=spans,
@@ -104,6 +113,7 @@ class Gateway:
         if recorder is not None:
             self.tasks.include(recorder.tasks)
             self.capsules.watch(recorder)
+        context.metrics.show_store(self.store)
         context.metrics.show_router(
             router.stats, dispatcher.stats, links.replica_stats, self.records.outcomes
         )
@@ -127,11 +137,8 @@ class Gateway:
 
     async def close(self) -> None:
         """End every answer, every link and every task."""
-        successor = self.shell.links.newest_gateway
+        self.capsules.texts.close()
         await self.shell.end_requests()
-        # Not before: what is promised and not there goes with this gateway.
-        if successor is not None:
-            self.capsules.texts.leave_to(successor)
         await self.tasks.close()
         await self.records.close()
         await self.sessions.close_up()

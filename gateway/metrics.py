@@ -129,6 +129,14 @@ class GatewayMetrics:
             Label("outcome", CALLBACK_OUTCOMES),
         )
 
+        answers = self.registry.area("The gateways' store").histogram(
+            "mallee_store_answer_seconds",
+            "Answers of the broker to a `read` of what is stored, or a `write` that was waited for.",
+            BETWEEN_S,
+            Label("how", ("read", "write")),
+        )
+        self._store_s = {how: answers.labels(how) for how in ("read", "write")}
+
     def _declare_forks(self) -> None:
         area = self.registry.area("Reuse of prompts")
         self._cached = area.counter(
@@ -237,6 +245,14 @@ class GatewayMetrics:
         others.readings(replicas or (lambda: NO_REPLICAS), _REPLICAS)
         others.readings(lambda: questions or {}, [_QUESTIONS])
         others.readings(router, _OTHERS)
+
+    def show_store(self, store: object) -> None:
+        """Show what waits for the store. Once."""
+        self.registry.area("The gateways' store").readings(lambda: store, _STORE)
+
+    def stored(self, how: str, seconds: float) -> None:
+        """Count an answer of the store."""
+        self._store_s[how].observe(seconds)
 
     def answered(self, endpoint: str, status: int) -> None:
         """Count an HTTP answer that began; `endpoint` is the path's template, not the path."""
@@ -436,6 +452,18 @@ _REPLICAS: Final = (
     ),
     Reading(
         "mallee_other_gateways_expired_total", "Gateways that fell silent.", "expired_gateways"
+    ),
+)
+_STORE: Final = (
+    Reading("mallee_store_waiting_writes", "Writes that are not in the store yet.", "num_waiting"),
+    Reading("mallee_store_waiting_bytes", "Their memory.", "waiting_nbytes"),
+    Reading(
+        "mallee_store_written_bytes_total", "Bytes of values that were stored.", "written_nbytes"
+    ),
+    Reading(
+        "mallee_store_refused_writes_total",
+        "Writes that were lost: the queue was full, or the broker had no room.",
+        "num_refused",
     ),
 )
 _QUESTIONS: Final = Reading(

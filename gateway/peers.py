@@ -5,6 +5,7 @@ has ended is in the store (`gateway.store`), where nobody has to be asked.
 """
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Collection
 from typing import Final, TypeAlias
 
@@ -22,6 +23,7 @@ from mallee.protocol.subjects import Subjects
 from mallee.runtime.bus.bus import Bus
 
 ASK_S: Final = 2.0  # for an answer
+SETTLE_S: Final = 1.5  # in which each gateway that lives is heard of: they say so every second
 MAX_ANSWER_NBYTES: Final = 768 << 10  # a broker takes 1 MiB at once by default
 
 Answer: TypeAlias = Callable[[str, Scope, bytes], Awaitable[bytes | None]]
@@ -42,7 +44,8 @@ class PeerSilent(Unavailable):
 class Peers:
     """One gateway's questions and answers. Belongs to its event loop.
 
-    `others()`: names of the other gateways that live; None: this one is alone for good.
+    `others()`: names of the other gateways that live; None: this one is alone for good. `clock` gives
+    monotonic seconds.
     """
 
     def __init__(
@@ -53,22 +56,35 @@ class Peers:
         fleet: str,
         others: Callable[[], Collection[str] | None],
         ids: RequestIds,
+        clock: Callable[[], float],
     ) -> None:
         self._bus = bus
-        self._gateway = gateway
+        self.gateway = gateway
         self._subjects = Subjects.of(fleet)
         self._others = others
         self._ids = ids
+        self._clock = clock
+        self._settled_at = math.inf
         self._answers: dict[str, Answer] = {}
 
     async def start_up(self) -> None:
         """Answer from now on. Doesn't wait for the broker."""
-        await self._bus.serve(self._subjects.peers(self._gateway), self._on_ask)
+        self._bus.on_state(self._on_state)
+        self._on_state(self._bus.is_up)
+        await self._bus.serve(self._subjects.peers(self.gateway), self._on_ask)
 
     @property
     def others(self) -> Collection[str]:
         """The other gateways that live, as far as is known."""
         return self._others() or ()
+
+    def is_gone(self, gateway: str) -> bool:
+        """Whether it is certain that another gateway lives no more."""
+        others = self._others()
+        if others is None:
+            return gateway != self.gateway
+        is_heard = gateway in others or gateway == self.gateway
+        return not is_heard and self._clock() >= self._settled_at
 
     def share(self, kind: str, answer: Answer) -> None:
         """Answer the others' questions of a kind."""
@@ -131,6 +147,9 @@ class Peers:
                 raise error
         is_whole = not any(isinstance(each, BaseException) for each in told)
         return [each for each in told if isinstance(each, bytes)], is_whole
+
+    def _on_state(self, is_up: bool) -> None:
+        self._settled_at = self._clock() + SETTLE_S if is_up else math.inf
 
     async def _on_ask(self, raw: bytes) -> bytes:
         asked = decode_peer_ask(raw)

@@ -6,7 +6,7 @@ replay drives in virtual time; NATS feeds the router but is never on the path of
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Final, NamedTuple, Protocol
 
@@ -25,6 +25,7 @@ from mallee.router.dispatch.effects import (
     Ended,
     Failed,
     LetGo,
+    Missing,
     NotInjected,
     Placed,
     Rebuilt,
@@ -105,6 +106,8 @@ class Shell:
             clock=context.clock,
         )
         self.questions = WorkerQuestions(self.links)
+        self.check_missing: Callable[[CapsuleId, Scope], Awaitable[None]]
+        """Raises the error of a capsule that must not be computed again; set by `Capsules`."""
 
     def check_open(self) -> None:
         """Raises Unavailable, once this gateway closes."""
@@ -194,7 +197,8 @@ class Shell:
                 case Send():
                     self._send(effect)
                 case Placed(request=request):
-                    _log_placed(effect)
+                    if effect.shard.dispatch.is_moved or effect.shard.how != "stay":
+                        _log_placed(effect)
                     self.running[request].place(effect.shard, effect.placement, now)
                 case Ended(request=request):
                     self.running.pop(request).end()
@@ -209,10 +213,22 @@ class Shell:
                 case Rebuilt(capsule=capsule, source=source, worker=worker):
                     securing = self._secure(capsule, source, worker)
                     self.tasks.spawn(securing, name="a durable capsule")
+                case Missing():
+                    self.tasks.spawn(self._confirm(effect), name="a capsule that is missing")
                 case LetGo(worker=worker):
                     # Not at once: effects that follow may be for that worker.
                     self._loop.call_soon(self.links.let_go, worker)
-        self._set_timer(now)
+        # Call the dispatcher when it wants to be called.
+        at = self.dispatcher.next_time()
+        if at is None or self.is_closed:
+            return
+        due = self._loop.time() + max(0.0, at - now)
+        if self._timer is not None:
+            if self._timer_due <= due:
+                return
+            self._timer.cancel()
+        self._timer = self._loop.call_at(due, self._on_time)
+        self._timer_due = due
 
     def _took_in(self, name: str, place: int | MalleeError) -> None:
         """Tokens are in a branch, so many tokens into its answer, or won't be."""
@@ -247,18 +263,15 @@ class Shell:
             self.dispatcher.secured(source, capsule)
             self.carry_out()
 
-    def _set_timer(self, now: float) -> None:
-        """Call the dispatcher when it wants to be called."""
-        at = self.dispatcher.next_time()
-        if at is None or self.is_closed:
-            return
-        due = self._loop.time() + max(0.0, at - now)
-        if self._timer is not None:
-            if self._timer_due <= due:
-                return
-            self._timer.cancel()
-        self._timer = self._loop.call_at(due, self._on_time)
-        self._timer_due = due
+    async def _confirm(self, missing: Missing) -> None:
+        """Tell the dispatcher whether a capsule may be computed again."""
+        error: MalleeError | None = None
+        try:
+            await self.check_missing(missing.capsule, missing.scope)
+        except MalleeError as refusal:
+            error = refusal
+        self.dispatcher.confirm(missing.capsule, error)
+        self.carry_out()
 
     def _on_time(self) -> None:
         self._timer = None
@@ -269,8 +282,6 @@ class Shell:
 def _log_placed(effect: Placed) -> None:
     """Say where a shard goes, if it was moved or is a part of a fan-out."""
     shard, worker = effect.shard, effect.placement.worker
-    if not shard.dispatch.is_moved and shard.how == "stay":
-        return
     extra = ids(request=effect.request, worker=worker)
     if shard.dispatch.is_moved:
         log.info("%s goes on as %s on %s", effect.request, shard.name, worker, extra=extra)

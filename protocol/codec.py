@@ -1,4 +1,4 @@
-"""Messages as msgpack bytes: one coder per type, which checks what it decodes."""
+"""Messages as bytes of msgpack, or of JSON: one coder per type, which checks what it decodes."""
 
 from typing import Generic, TypeVar
 
@@ -19,15 +19,16 @@ encode = _encoder.encode
 class Decoder(Generic[T]):
     """Decodes messages of one type, called `name` in errors."""
 
-    __slots__ = ("_decoder", "_name")
+    __slots__ = ("_decode", "_name")
 
-    def __init__(self, kind: type[T], name: str) -> None:
-        self._decoder = msgspec.msgpack.Decoder(kind)
+    def __init__(self, kind: type[T], name: str, *, is_json: bool = False) -> None:
+        made = msgspec.json.Decoder(kind) if is_json else msgspec.msgpack.Decoder(kind)
+        self._decode = made.decode
         self._name = name
 
     def __call__(self, raw: bytes) -> T:
         """Raises CodecError if `raw` is no such message."""
         try:
-            return self._decoder.decode(raw)
+            return self._decode(raw)
         except _MALFORMED as error:
             raise CodecError(f"not {self._name}: {error}", nbytes=len(raw)) from error

@@ -34,7 +34,7 @@ from mallee.protocol.errors import ConfigError
 BusRole: TypeAlias = Literal["gateway", "worker"]
 
 BUCKETS: Final = (
-    *("answers", "budgets", "conversations", "events", "quotas", "responses", "sessions"),
+    *("answers", "budgets", "conversations", "events", "items", "quotas", "responses", "sessions"),
     *("sessions_closed", "texts"),
 )
 """The buckets of the gateways' store."""
@@ -119,7 +119,7 @@ class Subjects(NamedTuple):
         return f"{self.root.replace('.', '_')}_{name}"
 
     def _kept(self, bucket: str) -> tuple[str, ...]:
-        """What it takes to make, read, write and follow a bucket."""
+        """Subjects to make, read, write and follow a bucket."""
         stream, api = f"KV_{bucket}", "$JS.API"
         return (
             f"$KV.{bucket}.>",

@@ -6,12 +6,13 @@ it goes on with what it knows, what it booked itself and what it can predict.
 """
 
 import random
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Final, NamedTuple
 
 from mallee.protocol.bookings import Booked
-from mallee.protocol.errors import CapsuleStale, UnknownCapsule
+from mallee.protocol.errors import CapsuleStale
 from mallee.protocol.events import EventBatch, Lease, Snapshot
 from mallee.protocol.hashing import Hashes
 from mallee.protocol.ids import CapsuleId, Incarnation, RequestId, Scope, WorkerId
@@ -19,7 +20,7 @@ from mallee.protocol.model import WeightVersion
 from mallee.router.config import RouterConfig
 from mallee.router.index.capsules import CapsuleEntry
 from mallee.router.load import layout
-from mallee.router.placement.decisions import Decision, DecisionLog
+from mallee.router.placement.decisions import Decision, Entry, last
 from mallee.router.placement.fanouts import FanOut, FanOutPlacer, Part
 from mallee.router.placement.placer import Placement, Placer
 from mallee.router.placement.pricing import Offers
@@ -62,7 +63,7 @@ class Router:
         self.outbox = outbox
         self._clock = clock
         self._fleet = Fleet(config, clock=clock)
-        self._log = DecisionLog(LOGGED_DECISIONS)
+        self._log: deque[Entry] = deque(maxlen=LOGGED_DECISIONS)
         draw = draw or random.Random(0).random  # noqa: S311 # decides between workers
         self._placer = Placer(config, self._fleet, self._log, outbox, draw)
         self._fan_outs = FanOutPlacer(config, self._fleet, self._placer)
@@ -161,12 +162,12 @@ class Router:
         Raises NoWorker if none is alive; KVMemoryExceeded if it fits no worker's blocks; Saturated if it
         `may_wait` and all that it fits are busy; ValueError if `request` is booked.
         """
-        self._check_unbooked(request)
+        self._check_unbooked((request,))
         placer = self._placer
         now = self._clock()
         with nullcontext() if among is None else self._fleet.only(among):
-            home = placer.home(affinity)
-            seen = placer.note(hashes)
+            home = placer.home(affinity) if affinity else -1
+            seen = placer.earlier.note(hashes)
             demand = placer.demand(
                 len(hashes), prompt_tokens, max_tokens, may_wait, seen=seen, home=home
             )
@@ -206,14 +207,13 @@ class Router:
         capsule's worker and their own lend. Raises UnknownCapsule, else as `route`, before anything is
         booked.
         """
-        for request in requests:
-            self._check_unbooked(request)
+        self._check_unbooked(requests)
         entry = None if capsule is None else self._fleet.capsules.lookup(capsule)
         if entry is not None:
             # Capsules of answers are announced without hashes; the caller may know them.
             hashes = entry.hashes if len(entry.hashes) else hashes
             prompt_tokens = entry.boundary
-        home = self._placer.home(affinity)
+        home = self._placer.home(affinity) if affinity else -1
         lent = None if source is None else self._lent(source)
         fan_out = FanOut(
             hashes=hashes,
@@ -240,11 +240,8 @@ class Router:
 
     def _lent(self, capsule: CapsuleId) -> CapsuleEntry | None:
         """`capsule`, if its worker is here and lends it."""
-        try:
-            entry = self._fleet.capsules.lookup(capsule)
-        except UnknownCapsule:
-            return None
-        return entry if self._placer.lends(entry) else None
+        entry = self._fleet.capsules.get(capsule)
+        return entry if entry is not None and self._placer.lends(entry) else None
 
     def first_token(self, request: RequestId) -> None:
         """End the outstanding prefill of a request. Ignored if not booked."""
@@ -267,7 +264,7 @@ class Router:
         reported again meanwhile. Returns how many were. Ignored for requests not booked.
         """
         belief = self._beliefs.get(request)
-        if belief is None or request not in self._fleet.slots:
+        if belief is None or request not in self._fleet.slots.bookings:
             return 0
         unproven = belief.hashes[max(0, cached_tokens) // self.config.block_size :]
         repaired = 0
@@ -299,7 +296,7 @@ class Router:
 
         Each with its `candidates` cheapest workers, and the chosen one.
         """
-        return self._log.last(limit, of=of, candidates=candidates)
+        return last(self._log, limit, of=of, candidates=candidates)
 
     def digest(self, worker: WorkerId) -> int | None:
         """A 64-bit sum of what `worker` is known to hold: equal in all gateways once they agree."""
@@ -320,7 +317,7 @@ class Router:
 
         Ignored if the worker is not alive here. `scope` None: as it is known.
         """
-        if self._fleet.members.get(worker) is not None:
+        if worker in self._fleet.members.by_name:
             self._fleet.capsules.learn(
                 capsule,
                 worker,
@@ -330,6 +327,10 @@ class Router:
                 scope=scope,
                 is_computing=is_computing,
             )
+
+    def find_capsule(self, capsule: CapsuleId) -> CapsuleEntry | None:
+        """As `capsule`; None if it is not known."""
+        return self._fleet.capsules.get(capsule)
 
     def capsule(self, capsule: CapsuleId) -> CapsuleEntry:
         """Raises UnknownCapsule."""
@@ -365,22 +366,23 @@ class Router:
         """The newest weights that a worker had: requests go to no others."""
         return self._fleet.weights
 
-    def check_fresh(self, capsule: CapsuleId, made_by: WeightVersion | None = None) -> None:
-        """Raises CapsuleStale if other weights than the newest made `capsule`, or its worker changes them.
+    def check_fresh(
+        self, capsule: CapsuleId, made_by: WeightVersion | None = None
+    ) -> CapsuleEntry | None:
+        """The capsule, if a worker has it; `made_by`: what the caller knows of one that none has.
 
-        `made_by`: what the caller knows of one that no worker has.
+        Raises CapsuleStale if other weights than the newest made it, or its worker changes them.
         """
         made_by, serving = made_by or self._fleet.capsules.lost_weights(capsule), self.weights
-        try:
-            member = self._fleet.members.get(self._fleet.capsules.lookup(capsule).worker)
-        except UnknownCapsule:
-            member = None
+        entry = self._fleet.capsules.get(capsule)
+        member = None if entry is None else self._fleet.members.get(entry.worker)
         if member is not None:
             made_by, change = member.lease.weights, member.lease.change
             if change is not None and member.lease.is_finishing:
                 serving = max(serving, change.target)
         if made_by is not None and made_by != serving:
             raise CapsuleStale(capsule, made_by.label, serving.label)
+        return entry
 
     def suspend(self, worker: WorkerId, incarnation: Incarnation) -> None:
         """Route nothing to this life of `worker` until `resume`; what is known of it is kept."""
@@ -457,7 +459,7 @@ class Router:
             num_incomplete=fleet.num_incomplete,
             num_unleased=fleet.num_unleased,
             is_broker_up=not fleet.members.is_held,
-            num_orphans=fleet.num_orphans,
+            num_orphans=len(fleet.orphans),
             routed=self._placer.routed,
             routed_to_capsule=self._routed_to_capsule,
             spilled={(how, why): n for (how, why), n in self._fan_outs.spilled.items()},
@@ -472,7 +474,7 @@ class Router:
             remote_requests=len(fleet.remote),
             regret_blocks=self._placer.regret_blocks,
             index=fleet.index.stats(),
-            booked_requests=len(fleet.slots),
+            booked_requests=len(fleet.slots.bookings),
             booked_rows=int(fleet.slots.loads[layout.LOAD_ROWS].sum()),
             expired_bookings=fleet.slots.expired,
             predicted_prompts=fleet.predictions.num_prompts,
@@ -490,25 +492,24 @@ class Router:
     def _believe(
         self, request: RequestId, slot: int, offers: Offers, hashes: Hashes, prompt_tokens: int
     ) -> None:
-        self._forget_belief(request)
         # A worker computes a prompt's last token anew, so a last full block proves nothing.
         num_judged = min(int(offers.held[0, slot]), (prompt_tokens - 1) // self.config.block_size)
         if num_judged > 0:
             watch = self._fleet.holdings.watch(slot)
             self._beliefs[request] = _Belief(hashes[:num_judged], watch)
 
-    def _check_unbooked(self, request: RequestId) -> None:
+    def _check_unbooked(self, requests: Sequence[RequestId]) -> None:
         """Raises ValueError before anything is priced or logged."""
-        if request in self._fleet.slots:
-            raise ValueError(f"request {request} is booked already; free it first")
+        for request in requests:
+            if request in self._fleet.slots.bookings:
+                raise ValueError(f"request {request} is booked already; free it first")
 
     def _forget(self, request: RequestId) -> None:
         """Drop what is remembered of `request`, and queue its end for the other gateways."""
-        self._forget_belief(request)
+        if request in self._beliefs:
+            self._forget_belief(request)
         if self.outbox is not None:
             self.outbox.freed(request)
 
     def _forget_belief(self, request: RequestId) -> None:
-        belief = self._beliefs.pop(request, None)
-        if belief is not None:
-            self._fleet.holdings.unwatch(belief.watch)
+        self._fleet.holdings.unwatch(self._beliefs.pop(request).watch)

@@ -297,9 +297,9 @@ class HttpSettings(Settings):
     max_ttl_s: Positive | None = 86_400.0
     """The longest `ttl_s`; null: any, and `ttl_s` 0 keeps a capsule until it is deleted."""
     replay_ttl_s: Positive = 600.0
-    """Seconds for which a gateway gives the answer of an `Idempotency-Key` again."""
+    """Seconds for which the answer of an `Idempotency-Key` is given again, by every gateway."""
     replay_max_mib: AtLeastOne = 64
-    """Memory for such answers; one has at most an eighth of it, and the oldest go first."""
+    """Room in the store for such answers; one has at most an eighth of it, and the oldest go first."""
     callbacks: tuple[str, ...] = ()
     """URLs that requests may have called, each with all paths below it, as
     `[http://127.0.0.1:9000/verify]`: verifiers that score branches while they are drawn
@@ -370,23 +370,25 @@ class SessionSettings(Settings):
 
 
 class ResponsesSettings(Settings):
-    """Stored responses of `/v1/responses`, in the memory of each gateway."""
+    """Stored responses and conversations of `/v1`, which all gateways keep in the store."""
 
-    max_count: AtLeastOne = 100_000
-    """Responses, at most."""
-    max_mib: AtLeastOne = 256
-    """Memory of their texts; beyond it the one unused for the longest time is forgotten."""
+    max_mib: AtLeastOne = 1024
+    """Room in the store, for responses, for conversations, for their items and for events of background
+    responses each; beyond it the oldest go."""
     ttl_s: Positive = 86_400.0
-    """Seconds without use after which a response is forgotten."""
+    """Seconds after which a response goes, and a conversation that did not change."""
     max_background: AtLeastOne = 256
-    """Background responses that run at once; more get 503."""
+    """Background responses that run at once at a gateway; more get 503."""
     max_tenant_background: AtLeastOne = 64
     """Of them, those of one tenant that a key names; more get 429."""
 
 
 class StoreSettings(Settings):
-    """What clients can name, which all gateways keep in the broker (JetStream of NATS)."""
+    """The store of all gateways in the broker (JetStream of NATS), for what clients can name."""
 
+    name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_-]+$")
+    """Name in those of the broker's streams; by default the fleet's. Fleets with one name, and one
+    `links.secret_file`, share what clients can name."""
     folder: str | None = None
     """Folder of the broker that is started here; by default `mallee/FLEET` in `$XDG_STATE_HOME`, or
     in `~/.local/state`. It holds prompts and answers."""

@@ -39,6 +39,10 @@ class LocalBus:
         """Whether all is lost on the way from and to this bus, which does not notice."""
 
     async def connect(self) -> None:
+        self.connect_now()
+
+    def connect_now(self) -> None:
+        """As `connect`, outside of an event loop too."""
         self._hub.buses.append(self)
         self.signals.set_up(self._hub.is_up)
 
@@ -112,15 +116,29 @@ class KeptValues:
         self.buckets: dict[str, dict[str, Stored]] = {}
         self.revision = 0
         self.is_full = False
+        self.loses_answers = False
+        """Whether writes are carried out, and nobody hears of it."""
         self.news = asyncio.Event()  # replaced at each put
+        self._times: dict[int, float] = {}  # of puts, by revision
 
-    def put(self, bucket: str, key: str, value: bytes) -> int:
+    def values(self, bucket: BucketSpec, now: float) -> dict[str, Stored]:
+        """Those of a bucket that are not too old, or too many."""
+        values, nbytes = self.buckets.setdefault(bucket.name, {}), 0
+        for key, each in sorted(values.items(), key=lambda pair: -pair[1].revision):
+            nbytes += len(each.value)
+            if nbytes > bucket.max_nbytes or self._times[each.revision] <= now - bucket.ttl_s:
+                del values[key]
+        return values
+
+    def put(self, bucket: BucketSpec, key: str, value: bytes, now: float) -> int:
         self.revision += 1
-        self.buckets.setdefault(bucket, {})[key] = Stored(value, self.revision)
+        self._times[self.revision] = now
+        self.buckets[bucket.name][key] = Stored(value, self.revision)
         self.tell()
         return self.revision
 
     def tell(self) -> None:
+        """Have those that follow look."""
         news, self.news = self.news, asyncio.Event()
         news.set()
 
@@ -143,12 +161,19 @@ class LocalBuckets:
             raise StoreFull("no room is left")
         if revision is not None and revision != (before.revision if before is not None else 0):
             return None
-        return self._kept.put(bucket.name, key, value)
+        made = self._kept.put(bucket, key, value, asyncio.get_running_loop().time())
+        self._check_answer()
+        return made
+
+    def _check_answer(self) -> None:
+        if self._kept.loses_answers:
+            raise TimeoutError("no answer came")
 
     async def delete(self, bucket: BucketSpec, key: str) -> None:
         values = await self._values(bucket)
         for each in [each for each in values if _is_at(each, key)]:
             del values[each]
+        self._check_answer()
 
     async def keys(self, bucket: BucketSpec, prefix: str) -> list[str]:
         return [key for key in await self._values(bucket) if key != prefix and _is_at(key, prefix)]
@@ -171,7 +196,9 @@ class LocalBuckets:
         await asyncio.sleep(0)  # as with a broker, others run meanwhile
         if not self._bus.is_up:
             raise ConnectionError("the broker is away")
-        return self._kept.buckets.setdefault(bucket.name, {})
+        if self._bus.is_mute:
+            raise TimeoutError("no answer")
+        return self._kept.values(bucket, asyncio.get_running_loop().time())
 
 
 def _is_at(key: str, prefix: str) -> bool:

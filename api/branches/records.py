@@ -22,17 +22,17 @@ class RecordHandlers:
     def __init__(self, server: Server, asking: Asking) -> None:
         self._server = server
         self._asking = asking
-        server.gateway.records.share(_LIFE, self._tell)
+        server.gateway.peers.share(_LIFE, self._tell)
 
     async def get(self, request: Request) -> Response:
-        """Raises UnknownRequest, LookupIncomplete."""
+        """Raises UnknownRequest, PeerSilent."""
         name, scope = RequestId(request.path_params["request"]), self._asking.scope(request)
         names_workers = caller_of(request).is_operator
         try:
             life = self._life(name, scope, names_workers=names_workers)
         except UnknownRequest:
             given = _NAMES_WORKERS if names_workers else b""
-            raw = await self._server.gateway.records.fetch(_LIFE, name, scope, given=given)
+            raw = await self._server.gateway.peers.ask_maker(_LIFE, name, scope, given=given)
             if raw is None:
                 raise
             life = msgspec.json.decode(raw)

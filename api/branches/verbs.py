@@ -6,14 +6,14 @@ from typing import Any, Final, Literal
 import msgspec
 
 from mallee.gateway.gateway import Gateway
+from mallee.gateway.peers import PeerSilent
 from mallee.protocol.codec import Decoder, encode
-from mallee.protocol.errors import LookupIncomplete, Unavailable, UnknownBranch, UnknownRequest
+from mallee.protocol.errors import Unavailable, UnknownBranch, UnknownRequest
 from mallee.protocol.hashing import as_tokens
 from mallee.protocol.ids import RequestId, Scope
 from mallee.protocol.messages import pack_tokens, unpack_tokens
 
 WAIT_S: Final = 30.0  # for a branch's next boundary, at another gateway
-_RUNS: Final = "branches.runs"  # a request that runs
 _VERB: Final = "branches.verb"
 
 
@@ -40,32 +40,31 @@ class BranchVerbs:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        gateway.records.share(_RUNS, self._tell_runs)
-        gateway.records.share(_VERB, self._tell_outcome)
+        gateway.peers.share(_VERB, self._tell_outcome)
 
     async def run(self, request: RequestId, verb: Verb, scope: Scope) -> list[int]:
         """The branches that it was carried out on; of `inject` the place in the answer.
 
-        Raises UnknownRequest, UnknownBranch, what the verb raises, LookupIncomplete, and Unavailable where
-        the gateway that runs it took too long.
+        Raises UnknownRequest, UnknownBranch, what the verb raises, and Unavailable where the gateway that
+        runs it does not answer.
         """
         try:
             return await self._here(request, verb, scope)
         except (UnknownRequest, UnknownBranch):
-            records = self._gateway.records
-            if await records.fetch(_RUNS, request, scope) is None:
+            raw = await self._elsewhere(request, verb, scope)
+            if raw is None:
                 raise
-        given = encode(verb)
+        return _decode_found(raw)
+
+    async def _elsewhere(self, request: RequestId, verb: Verb, scope: Scope) -> bytes | None:
+        ask = self._gateway.peers.ask_maker
         try:
-            raw = await records.fetch(_VERB, request, scope, given=given, wait_s=WAIT_S)
-        except LookupIncomplete:
+            return await ask(_VERB, request, scope, given=encode(verb), wait_s=WAIT_S)
+        except PeerSilent:
             raise Unavailable(
                 f"the gateway that runs {request} did not answer in {WAIT_S:g} s; look at its stream before"
                 " you send this again"
             ) from None
-        if raw is None:
-            raise UnknownRequest(request)  # it has just ended
-        return _decode_found(raw)
 
     async def _here(self, request: RequestId, verb: Verb, scope: Scope) -> list[int]:
         match verb.kind:
@@ -82,9 +81,6 @@ class BranchVerbs:
                 return self._gateway.requests.prioritize(
                     request, verb.branches, verb.priority, scope
                 )
-
-    async def _tell_runs(self, key: str, scope: Scope, _: bytes) -> bytes | None:
-        return b"" if self._gateway.requests.runs(RequestId(key), scope) else None
 
     async def _tell_outcome(self, key: str, scope: Scope, given: bytes) -> bytes | None:
         request = RequestId(key)

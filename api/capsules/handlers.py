@@ -83,7 +83,7 @@ class CapsuleHandlers:
             return text.lstrip("\ufffd") if start else text
 
         is_large = len(tokens) - start > MAX_INLINE_TOKENS
-        text = await self._asking.off_loop(request, decode, is_large=is_large)
+        text = await self._asking.off_loop(request, decode) if is_large else decode()
         return json_response(CapsuleText(id=capsule, start=start, tokens=len(tokens), text=text))
 
     async def list(self, request: Request) -> Response:
@@ -198,7 +198,7 @@ class CapsuleHandlers:
     async def take(self, request: Request) -> Response:
         asked, caller = read_query(request.query_params), caller_of(request)
         self._maker.check_import(asked)
-        scope, terms = self._asking.scope(request), read_terms(asked, caller, request.headers)
+        scope, terms = self._asking.scope(request), read_terms(asked, caller, request)
         with caller.visit.making(0, self._gateway.capsules.is_kept):
             pass  # a key that may keep no more is told before it sends gigabytes
         incoming = await self._gateway.capsules.begin_import()

@@ -1,18 +1,18 @@
 """Chat requests as prompts, with what is needed to read their answers."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
+from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
-from mallee.api.chat.choice import read_choice
-from mallee.api.chat.forms import answer_form
-from mallee.api.grammars import OutputFormat, read_output_format
+from mallee.api.chat.forms import answer_form, read_choice
+from mallee.api.grammars import FORM_FIELDS, FREE_TEXT, OutputFormat, read_output_format
 from mallee.api.prompts import PromptReader, RenderedPrompt
 from mallee.api.text.answers import THINKING, Reading, Thinking, thinking_of
 from mallee.api.text.chat import ChatTemplate, Source
 from mallee.api.text.conversation import (
     Conversation,
-    Mark,
     read_functions,
     read_marks,
     read_messages,
@@ -30,6 +30,9 @@ from mallee.router.dispatch.jobs import Messages
 from mallee.runtime.config import ChatSettings
 
 BUDGET: Final = "thinking_token_budget"
+_FORMS: Final = attrgetter(*FORM_FIELDS)
+_NO_FORM: Final = _FORMS(ChatRequest())
+_thinking_of: Final = cache(thinking_of)
 
 
 class Chat(NamedTuple):
@@ -40,7 +43,6 @@ class Chat(NamedTuple):
     output: OutputFormat
     reading: Reading | None
     reasoning: ReasoningBudget | None = None
-    changed: str = ""  # the line in front by which the prompt differs from one before it
 
 
 class ChatReader:
@@ -60,7 +62,7 @@ class ChatReader:
         self._template = template
         self._added_tokens = added_tokens
         self.settings = settings
-        self._leaves_states = leaves_states
+        self.leaves_states: Final = leaves_states
         self._heads = Heads(moves=settings.move_changing_lines)
         family = template.family
         end = None if family is None else added_tokens.get(family.end_of_turn)
@@ -72,16 +74,20 @@ class ChatReader:
         found = self._conversation(request, request.reasoning_effort)
         conversation, changed = self.settled(found, request, scope)
         prompt = self._reader.conversation(conversation, scope, add_generation_prompt=True)
-        prompt = self.marked(prompt, conversation, lambda: read_marks(request.messages), scope)
-        chat = self.begun(request, conversation, prompt, read_output_format(request))
-        return chat._replace(changed=changed)
+        if self.leaves_states:
+            prompt = self._reader.marked(prompt, conversation, read_marks(request.messages), scope)
+        output = FREE_TEXT if _FORMS(request) == _NO_FORM else read_output_format(request)
+        return self.begun(request, conversation, prompt, output, changed=changed)
 
     def settled(
         self, conversation: Conversation, request: AnyRequest, scope: str, *, remembers: bool = True
     ) -> tuple[Conversation, str]:
         """The conversation as it is to be rendered, and the line in front that has changed, if one has."""
+        messages = conversation.messages
+        if not messages or messages[0].role != "system":
+            return conversation, ""
         client = f"{scope}\0{request.prompt_cache_key}\0{request.mallee.session}"
-        head = self._heads.settle(conversation.messages, client, remembers=remembers)
+        head = self._heads.settle(messages, client, remembers=remembers)
         return replace(conversation, messages=head.messages), head.changed
 
     def begun(
@@ -91,16 +97,20 @@ class ChatReader:
         prompt: RenderedPrompt,
         output: OutputFormat,
         *,
+        changed: str = "",
         is_hint: bool = False,
     ) -> Chat:
         """A conversation that was rendered, and the way in which its answer is read.
 
-        `prompt` may be the rest of it alone. `is_hint`: a bound on the reasoning may mean nothing. Raises
-        BadRequest.
+        `prompt` may be the rest of it alone. `changed`: the line in front by which it differs from one before
+        it. `is_hint`: a bound on the reasoning may mean nothing. Raises BadRequest.
         """
         source = self._template.source_for(conversation)
-        choice = read_choice(request.tool_choice, tuple(conversation.functions))
+        messages = _marks(prompt, conversation, changed)
         thinking = self._thinking(source)
+        if thinking is None and not conversation.functions and request.tool_choice is None:
+            return Chat(prompt.tokens, messages, output, None)
+        choice = read_choice(request.tool_choice, tuple(conversation.functions))
         form = None if choice.mode == "none" else self._form(source)
         if output.grammar is not None:
             thinking = None  # the form begins with the answer's first token
@@ -125,7 +135,7 @@ class ChatReader:
             if bound is None and not is_hint:
                 remedy = f"{thinking.close} is no token of its own here; leave it out"
                 raise InvalidParameter(BUDGET, request.thinking_token_budget, remedy)
-        return Chat(prompt.tokens, _marks(prompt, conversation), output, reading, bound)
+        return Chat(prompt.tokens, messages, output, reading, bound)
 
     def prefix(
         self, request: CapsuleRequest | TokenizeRequest, scope: str, *, starts: bool = False
@@ -138,20 +148,9 @@ class ChatReader:
         prompt = self._reader.conversation(
             conversation, scope, add_generation_prompt=request.add_generation_prompt, starts=starts
         )
-        prompt = self.marked(prompt, conversation, lambda: read_marks(request.messages), scope)
+        if self.leaves_states:
+            prompt = self._reader.marked(prompt, conversation, read_marks(request.messages), scope)
         return prompt.tokens, _marks(prompt, conversation)
-
-    def marked(
-        self,
-        prompt: RenderedPrompt,
-        conversation: Conversation,
-        marks: Callable[[], Sequence[Mark]],
-        scope: str,
-    ) -> RenderedPrompt:
-        """The prompt with the places of its `marks`, if the model leaves states at some."""
-        if not self._leaves_states:
-            return prompt
-        return self._reader.marked(prompt, conversation, marks(), scope)
 
     def _conversation(
         self, request: ChatRequest | CapsuleRequest | TokenizeRequest, effort: str | None
@@ -159,6 +158,8 @@ class ChatReader:
         if request.messages is None:
             raise BadRequest("messages is required", param="messages")
         found = Conversation(read_messages(request.messages), read_functions(request.tools))
+        if effort is None and request.chat_template_kwargs is None:
+            return found
         return self.with_variables(found, effort, request.chat_template_kwargs)
 
     def with_variables(
@@ -174,7 +175,7 @@ class ChatReader:
 
     def _thinking(self, source: Source) -> Thinking | None:
         name = self.settings.reasoning_parser
-        found = thinking_of(source.text) if name == "auto" else name
+        found = _thinking_of(source.text) if name == "auto" else name
         return THINKING.get(found or "none")
 
     def _bound(
@@ -198,11 +199,11 @@ class ChatReader:
         return FORMATS[found]
 
 
-def _marks(prompt: RenderedPrompt, conversation: Conversation) -> Messages:
+def _marks(prompt: RenderedPrompt, conversation: Conversation, changed: str = "") -> Messages:
     """Marks of a conversation that was rendered, by which its messages are known again."""
-    first = next(iter(conversation.messages), None)
-    has_system = first is not None and first.role == "system"
-    return Messages(prompt.digests, has_system, places=prompt.places)
+    messages = conversation.messages
+    has_system = bool(messages) and messages[0].role == "system"
+    return Messages(prompt.digests, has_system, changed, prompt.places)
 
 
 def _variables(given: Any, source: Source) -> dict[str, Any]:

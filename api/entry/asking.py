@@ -3,13 +3,14 @@
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor
+from functools import partial
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from starlette.requests import Request
 
-from mallee.api.entry.bodies import Bodies
+from mallee.api.entry.bodies import LEAST_BYTES, Bodies
 from mallee.api.entry.decoding import LEAST_VALUES, decode, read
-from mallee.api.entry.middleware import caller_of, header, read_body, warn_of
+from mallee.api.entry.middleware import HEADERS, caller_of, header, read_body, warn_of
 from mallee.api.sse import unless_gone
 from mallee.api.terms import read_terms
 from mallee.gateway.access.scopes import Scopes
@@ -20,6 +21,7 @@ from mallee.router.dispatch.jobs import QueueTerms
 from mallee.runtime.config import HttpSettings
 
 SALT_HEADER: Final = "x-cache-salt"  # where the body has no cache_salt
+_SALT: Final = SALT_HEADER.encode()
 INLINE_BODY_BYTES: Final = 32 << 10  # larger bodies are read off the event loop
 
 R = TypeVar("R", bound=AnyRequest)
@@ -53,20 +55,22 @@ class Asking:
     async def read(self, request: Request, kind: type[R]) -> Asked[R]:
         """The request, whose body is a `kind`. Raises BadRequest and as `read_body`."""
         raw = await read_body(request, self._max_body_bytes)
+        if len(raw) <= INLINE_BODY_BYTES:
+            return self._read(request, kind, raw)
+        return await self.off_loop(request, partial(self._read, request, kind, raw))
+
+    def _read(self, request: Request, kind: type[R], raw: bytes) -> Asked[R]:
         caller, salt = caller_of(request), _salt(request)
-
-        def work() -> Asked[R]:
-            owner = f"{caller.tenant}\0{salt}"
-            body = self._known(
-                request, self._bodies.decode(raw, kind, owner, self._max_values), kind
-            )
-            if not kind.is_bounded:
-                _check_unbounded(body)
-            scope = self._scopes.scope(caller.tenant, body.cache_salt or salt)
-            terms = read_terms(body, caller, request.headers)
-            return Asked(body, scope, terms, len(raw) > INLINE_BODY_BYTES)
-
-        return await self.off_loop(request, work, is_large=len(raw) > INLINE_BODY_BYTES)
+        if kind.history and len(raw) > LEAST_BYTES:
+            given = self._bodies.decode(raw, kind, f"{caller.tenant}\0{salt}", self._max_values)
+        else:
+            given = decode(raw, self._max_values)
+        body = self._known(request, given, kind)
+        if not kind.is_bounded:
+            _check_unbounded(body)
+        scope = self._scopes.scope(caller.tenant, body.cache_salt or salt)
+        terms = read_terms(body, caller, request)
+        return Asked(body, scope, terms, len(raw) > INLINE_BODY_BYTES)
 
     async def read_plain(self, request: Request, kind: type[B]) -> B:
         """The body without an owner or terms. Raises BadRequest and as `read_body`."""
@@ -85,16 +89,13 @@ class Asking:
         self, request: Request, asked: Asked[R], make: Callable[[R, Scope, QueueTerms], J]
     ) -> J:
         """The result of `make`, given a request that was read."""
-        return await self.off_loop(
-            request,
-            lambda: make(asked.body, asked.scope, asked.terms),
-            is_large=asked.is_large,
-        )
-
-    async def off_loop(self, request: Request, work: Callable[[], J], *, is_large: bool) -> J:
-        """The result of `work`: seconds of tokenizing must not hold up the tokens of other requests."""
+        body, scope, terms, is_large = asked
         if not is_large:
-            return work()
+            return make(body, scope, terms)
+        return await self.off_loop(request, partial(make, body, scope, terms))
+
+    async def off_loop(self, request: Request, work: Callable[[], J]) -> J:
+        """The result of `work`: seconds of tokenizing must not hold up the tokens of other requests."""
         return await unless_gone(request.receive, self.in_pool(work))
 
     async def in_pool(self, work: Callable[[], J]) -> J:
@@ -115,6 +116,8 @@ def _check_unbounded(body: AnyRequest) -> None:
 
 def _salt(request: Request) -> str:
     """The salt that its header has. Raises InvalidParameter if it is too long."""
+    if _SALT not in request.scope[HEADERS]:
+        return ""
     salt = header(request.scope, SALT_HEADER) or ""
     if len(salt) > MAX_SALT:
         raise InvalidParameter(SALT_HEADER, salt, f"give at most {MAX_SALT} characters")

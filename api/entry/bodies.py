@@ -23,7 +23,7 @@ from mallee.protocol.api.shared import AnyBody
 from mallee.protocol.errors import MalleeError
 
 MAX_NBYTES: Final = 128 << 20
-LEAST_BYTES: Final = 16 << 10  # of a body: shorter ones are decoded in no time
+LEAST_BYTES: Final = 16 << 10  # of a body to be kept: shorter ones are decoded in no time
 HEAD: Final = 4096  # bytes, by which bodies are found
 MAX_ALIKE: Final = 16  # bodies with one head
 MAX_COMPARED: Final = 4  # of them that are compared to the first difference
@@ -63,8 +63,7 @@ class _Body:
 class Bodies:
     """Beginnings of bodies, of at most `max_nbytes`, by owner. Safe to use from several threads."""
 
-    def __init__(self, *, max_nbytes: int = MAX_NBYTES, least_bytes: int = LEAST_BYTES) -> None:
-        self._least_bytes = least_bytes
+    def __init__(self, *, max_nbytes: int = MAX_NBYTES) -> None:
         self._mark = secrets.token_hex(16)  # that no client can guess
         self._lock = threading.Lock()
         self.memory: ScopedMemory[_Body] = ScopedMemory(max_nbytes)
@@ -74,10 +73,8 @@ class Bodies:
     def decode(
         self, raw: bytes, kind: type[AnyBody], owner: str, max_values: int
     ) -> dict[str, Any]:
-        """As `decoding.decode`; only bodies of the same kind and owner are compared."""
+        """As `decoding.decode`, for a kind with a history; only bodies of one kind and owner are compared."""
         field = kind.history
-        if not field or len(raw) <= self._least_bytes:
-            return decode(raw, max_values)
         key = _Key(owner, f"{kind.__name__}.{field}", xxhash.xxh3_64_intdigest(raw[:HEAD]))
         found, num = self._find(key, raw)
         body = None if found is None else self._rest(raw, found.begun, num, field, max_values)

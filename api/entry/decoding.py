@@ -46,7 +46,8 @@ class Read(NamedTuple, Generic[R]):
 
 def decode(raw: bytes, max_values: int) -> dict[str, Any]:
     """The JSON object in `raw`. Raises BadRequest, and TooManyValues beyond `max_values`."""
-    _check_values(raw, max_values)
+    if len(raw) > SMALL_BODY:
+        _check_values(raw, max_values)
     try:
         body = msgspec.json.decode(raw)
     except RecursionError as e:
@@ -103,8 +104,6 @@ def _check_values(raw: bytes, most: int) -> None:
 
     Raises TooManyValues and BadRequest. numpy counts without the lock.
     """
-    if len(raw) <= SMALL_BODY:
-        return
     text = np.frombuffer(raw, np.uint8)
     if _num_values(text) <= most and not _has_long_number(text):
         return

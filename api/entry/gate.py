@@ -1,8 +1,6 @@
-"""The way in: how many requests are inside, whether it is open, and how many may begin at once."""
+"""The way in: how many requests are inside, and whether it is open."""
 
 import asyncio
-from collections import deque
-from typing import Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -10,43 +8,6 @@ from mallee.api.errors import error_response
 from mallee.protocol.errors import Unavailable
 
 _ALWAYS_OPEN = frozenset(("/health", "/health/live", "/metrics"))
-PER_TURN: Final = 16  # requests that begin in one turn of the loop: some 5 ms
-
-
-class Turns:
-    """Lets a few callers go on in each turn of the event loop, in order.
-
-    A thousand requests that come at once would else be read in one turn, for which all streams wait.
-    """
-
-    def __init__(self, per_turn: int = PER_TURN) -> None:
-        self._per_turn = self._num_left = per_turn
-        self._waiting: deque[asyncio.Future[None]] = deque()
-        self._is_due = False
-
-    async def wait(self) -> None:
-        """Return in a turn that has room."""
-        loop = asyncio.get_running_loop()
-        if not self._is_due:
-            self._is_due = True
-            loop.call_soon(self._begin, loop)
-        if self._num_left and not self._waiting:
-            self._num_left -= 1
-            return
-        turn = loop.create_future()
-        self._waiting.append(turn)
-        await turn
-
-    def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._num_left = self._per_turn
-        while self._num_left and self._waiting:
-            turn = self._waiting.popleft()
-            if not turn.done():  # else its caller has gone
-                turn.set_result(None)
-                self._num_left -= 1
-        self._is_due = bool(self._waiting) or self._num_left < self._per_turn
-        if self._is_due:
-            loop.call_soon(self._begin, loop)
 
 
 async def refuse(scope: Scope, receive: Receive, send: Send) -> None:

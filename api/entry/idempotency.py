@@ -1,8 +1,9 @@
 """A POST that is sent again under its `Idempotency-Key` gets the answer of the first, and runs once.
 
-One gateway's: another replica knows nothing of the key, and runs the request. While the first runs, others
-join it; afterwards they get what was sent, byte for byte. Refusals and failures are not kept: a request
-that was refused changed nothing, and is sent again to be run.
+The gateway that runs it says so in the store, before it begins: so one runs it, whichever the others come to.
+While it runs, others join it there, or wait for its answer elsewhere; afterwards they get what was sent, byte
+for byte. Of a gateway that is gone another runs it again. Refusals and failures are not kept: a request that
+was refused changed nothing, and is sent again to be run.
 
 The app's answer goes into a record, from which every client reads at its own speed. A request whose last
 client has gone is cancelled, as one without a key is: at once if it has sent nothing, a stream after
@@ -11,39 +12,58 @@ GRACE_S, so that its client can come back to it.
 
 import asyncio
 import logging
-from collections import OrderedDict
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any, Final, NamedTuple
 
+import msgspec
 import xxhash
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mallee.api.entry.middleware import caller_of, given, header, read_body
+from mallee.api.entry.middleware import KEY_HEADER, caller_of, header, read_body
 from mallee.api.errors import CLIENT_GONE, AnswerNotKept, ClientGone, KeyReused
 from mallee.api.sse import MAX_WRITE_S, Writer, unless_gone
+from mallee.gateway.peers import Peers
+from mallee.gateway.store.store import Store
 from mallee.protocol.errors import InvalidParameter, Unavailable
+from mallee.protocol.ids import Scope as Owner
 
-KEY_HEADER: Final = "idempotency-key"
+_KEY: Final = KEY_HEADER.decode()
 MAX_KEY: Final = 255  # characters
 REPLAYED: Final = (b"idempotent-replayed", b"true")
 GRACE_S: Final = 5.0  # in which the reader of a stream comes back
 _SHARE: Final = 8  # of the memory for all records: one has at most an eighth
-_OVERHEAD_NBYTES: Final = 1024  # of a record and its key
 _MESSAGE_NBYTES: Final = 256  # of a message beside its body and headers
+_KIND: Final = "answer"
+_WAIT_S: Final = 5.0  # for which a question for the end of a run waits there
 _FILES: Final = "/v1/capsules/import"  # its body is a file, of any length
 
 _log = logging.getLogger(__name__)
 
 
 class _Name(NamedTuple):
-    """A key in its scope: that of the caller, who may see workers or not."""
+    """A key in its scope, of a caller who may see workers or not."""
 
-    tenant: str
-    is_operator: bool
-    salt: str
+    scope: Owner
     key: str
+
+
+class _Kept(msgspec.Struct, frozen=True, array_like=True):
+    """The answer to a request, which `gateway` runs. Without a `status` it does so now."""
+
+    request: bytes
+    gateway: str
+    status: int = 0
+    headers: list[tuple[bytes, bytes]] = []
+    body: bytes = b""
+    path: str = ""
+
+
+class _Route(NamedTuple):
+    """Of an answer that was made elsewhere."""
+
+    path: str
 
 
 class _Record:
@@ -52,11 +72,11 @@ class _Record:
     def __init__(self, request: bytes, scope: Scope, max_nbytes: int) -> None:
         self.request = request  # a digest of its path and body
         self.scope = scope
-        self.nbytes = _OVERHEAD_NBYTES
+        self.nbytes = 0
         self.is_over = False
+        self.is_ours = False  # this gateway runs it
         self._is_complete = False  # the app may still be tidying up
         self.is_whole = True  # False: it is too large to be kept, and its beginning is gone
-        self.due = 0.0  # loop seconds at which it is forgotten, once it is over
         self._max_nbytes = max_nbytes
         self._messages: list[Message] = []
         self._first = 0  # number of the first of them
@@ -72,15 +92,33 @@ class _Record:
         """Whether its run is cancelled, though it may not be over: it has no answer for anybody."""
         return self._is_left.is_set()
 
-    @property
-    def is_kept(self) -> bool:
-        """Whether it can be given again, once it is over."""
-        return (
-            self._is_complete
-            and self.is_whole
-            and self._error is None
-            and 200 <= self._status < 300
+    def kept(self, gateway: str) -> _Kept | None:
+        """The answer as it can be given again; None: there is none to give."""
+        is_right = self._is_complete and self.is_whole and self._error is None
+        if not (is_right and 200 <= self._status < 300):
+            return None
+        head, *bodies = self._messages
+        return _Kept(
+            request=self.request,
+            gateway=gateway,
+            status=self._status,
+            headers=list(head["headers"]),
+            body=b"".join(each.get("body", b"") for each in bodies),
+            path=getattr(self.scope.get("route"), "path", ""),
         )
+
+    def replay(self, kept: _Kept) -> None:
+        """Take an answer that was made before, or elsewhere."""
+        self.scope["route"] = _Route(kept.path)
+        headers = [*kept.headers, REPLAYED]
+        head = {"type": "http.response.start", "status": kept.status, "headers": headers}
+        self._messages += [head, {"type": "http.response.body", "body": kept.body}]
+        self._tell()
+
+    async def ended(self) -> None:
+        """Return when it is over."""
+        while not self.is_over:
+            await self._changed.wait()
 
     async def put(self, message: Message) -> None:
         """Take what the app sends. Returns at once, unless a long answer has to wait for its readers."""
@@ -153,29 +191,37 @@ class _Record:
 
 
 class IdempotencyMiddleware:
-    """ASGI middleware, inside of the one that finds the caller.
+    """ASGI middleware of the requests with a key, inside of the one that finds the caller.
 
-    Answers are kept for `ttl_s`, and in `max_nbytes` all together: the oldest go first. `salt_header` names
-    the header that parts the scopes of one tenant.
+    Answers are kept for `ttl_s`, and in `max_nbytes` of the store all together: the oldest go first.
+    `owner(tenant, salt)` is the scope of a caller; `salt_header` names the header with the salt.
     """
 
     def __init__(
-        self, app: ASGIApp, *, ttl_s: float, max_nbytes: int, max_body_bytes: int, salt_header: str
+        self,
+        app: ASGIApp,
+        *,
+        store: Store,
+        peers: Peers,
+        owner: Callable[[str, str], Owner],
+        ttl_s: float,
+        max_nbytes: int,
+        max_body_bytes: int,
+        salt_header: str,
     ) -> None:
         self._app = app
-        self._ttl_s = ttl_s
-        self._max_nbytes = max_nbytes
+        self._store = store
+        self._peers = peers
+        self._owner = owner
+        self._kept = store.bucket("answers", _Kept, version=1, ttl_s=ttl_s, max_nbytes=max_nbytes)
+        self._max_nbytes = max_nbytes // _SHARE
         self._max_body_bytes = max_body_bytes
         self._salt_header = salt_header
-        self._records: dict[_Name, _Record] = {}
-        self._nbytes = 0  # of the next
-        self._over: OrderedDict[_Name, _Record] = OrderedDict()  # those that are kept, oldest first
+        self._records: dict[_Name, _Record] = {}  # those that run
+        peers.share(_KIND, self._answer)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises MalleeError, and what the app raises."""
-        if scope.get("method") != "POST" or not given(scope, KEY_HEADER.encode()):
-            await self._app(scope, receive, send)
-            return
         request = Request(scope, receive)
         name = self._name(request)
         try:
@@ -184,35 +230,35 @@ class IdempotencyMiddleware:
             await Response(status_code=CLIENT_GONE)(scope, receive, send)
             return
         digest = _digest(scope, body)
-        self._forget_old()
         record = self._records.get(name)
-        if record is None or (record.is_given_up and not record.is_over):
+        if record is None or record.is_given_up:
             await self._run(name, digest, body, scope, receive, send)
             return
         if record.request != digest:
-            raise KeyReused(name.key)
+            raise KeyReused(_shown(name))
         if not record.is_whole:
-            raise AnswerNotKept(name.key)
+            raise AnswerNotKept(_shown(name))
         await _Reader(record, is_first=False).follow(scope, receive, send)
 
     def _name(self, request: Request) -> _Name:
         """Raises InvalidParameter."""
-        key = header(request.scope, KEY_HEADER) or ""
+        key = header(request.scope, _KEY) or ""
         if not (0 < len(key) <= MAX_KEY and key.isascii() and key.isprintable()):
-            raise InvalidParameter(KEY_HEADER, key, f"give 1 to {MAX_KEY} printable characters")
+            raise InvalidParameter(_KEY, key, f"give 1 to {MAX_KEY} printable characters")
         if request.url.path == _FILES:
-            raise InvalidParameter(
-                KEY_HEADER, key, "an import of a file takes no key: leave it out"
-            )
+            raise InvalidParameter(_KEY, key, "an import of a file takes no key: leave it out")
         caller = caller_of(request)
-        salt = header(request.scope, self._salt_header) or ""
-        return _Name(caller.tenant, caller.is_operator, salt, key)
+        owner = self._owner(caller.tenant, header(request.scope, self._salt_header) or "")
+        return _Name(owner, f"{'o' if caller.is_operator else 'c'}{key}")
 
     async def _run(
         self, name: _Name, digest: bytes, body: bytes, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """Run the app in this call, which lasts until the run ends, though its client may go before."""
-        record = self._records[name] = _Record(digest, scope, self._max_nbytes // _SHARE)
+        """Run the app in this call, which lasts until the run ends, though its client may go before.
+
+        Or have the answer of another run.
+        """
+        record = self._records[name] = _Record(digest, scope, self._max_nbytes)
         bodies: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def received() -> Message:
@@ -221,7 +267,12 @@ class IdempotencyMiddleware:
         reader = _Reader(record, is_first=True)
         reading = asyncio.ensure_future(reader.follow(scope, receive, send))
         try:
-            await self._app(scope, received, record.put)
+            kept = await unless_gone(record.left, self._claim(name, digest))
+            if kept is None:
+                record.is_ours = True
+                await self._app(scope, received, record.put)
+            else:
+                record.replay(kept)
         except asyncio.CancelledError:
             record.end(Unavailable("the request was given up; send it again"))
             reading.cancel()
@@ -235,27 +286,55 @@ class IdempotencyMiddleware:
             self._ended(name, record)
         await reading
 
+    async def _claim(self, name: _Name, digest: bytes) -> _Kept | None:
+        """The answer that is kept; None: this gateway is to run it, and has said so.
+
+        Waits for a run elsewhere. Raises KeyReused, StoreAway, PeerSilent.
+        """
+        ours = _Kept(digest, self._peers.gateway)
+        while True:
+            entry = await self._kept.get(name.scope, name.key)
+            if entry is not None and entry.value.request != digest:
+                raise KeyReused(_shown(name))
+            if entry is not None and entry.value.status:
+                return entry.value
+            if entry is not None and await self._runs_elsewhere(entry.value.gateway, name):
+                continue
+            at = 0 if entry is None else entry.revision
+            if await self._kept.put(name.scope, name.key, ours, at=at) is not None:
+                return None
+
+    async def _runs_elsewhere(self, gateway: str, name: _Name) -> bool:
+        """Whether it ran at another gateway until now, or still does; waits for its end."""
+        if gateway == self._peers.gateway:
+            return False
+        wait_s = 2 * _WAIT_S
+        return bool(await self._peers.ask(gateway, _KIND, name.key, name.scope, wait_s=wait_s))
+
+    async def _answer(self, key: str, owner: Owner, _: bytes) -> bytes | None:
+        """Tell another gateway that a run of ours has ended, or goes on after a while."""
+        record = self._records.get(_Name(owner, key))
+        if record is not None:
+            try:
+                async with asyncio.timeout(_WAIT_S):
+                    await record.ended()
+            except TimeoutError:
+                return b"runs"
+        is_told = self._store.num_waiting == 0
+        await self._store.flush(_WAIT_S)
+        return b"ran" if record is not None or not is_told else None
+
     def _ended(self, name: _Name, record: _Record) -> None:
         if self._records.get(name) is not record:
             return  # it was given up, and the request came again
-        if not record.is_kept:
-            del self._records[name]
+        del self._records[name]
+        if not record.is_ours:
             return
-        record.scope = {"route": record.scope.get("route")}  # the rest is the first client's
-        record.due = asyncio.get_running_loop().time() + self._ttl_s
-        self._over[name] = record
-        self._nbytes += record.nbytes
-        self._forget_old()
-
-    def _forget_old(self) -> None:
-        """Forget what is too old, and the oldest while there is too much."""
-        now = asyncio.get_running_loop().time()
-        while self._over:
-            name, oldest = next(iter(self._over.items()))
-            if oldest.due > now and self._nbytes <= self._max_nbytes:
-                return
-            self._nbytes -= oldest.nbytes
-            del self._over[name], self._records[name]
+        kept = record.kept(self._peers.gateway)
+        if kept is None:
+            self._kept.delete_soon(*name)
+        else:
+            self._kept.put_soon(*name, kept)
 
 
 class _Reader:
@@ -291,7 +370,13 @@ class _Reader:
         if self._is_first or message["type"] != "http.response.start":
             return message
         scope["route"] = self._record.scope.get("route")  # answers are counted by it
-        return {**message, "headers": [*message["headers"], REPLAYED]}
+        headers = message["headers"]
+        return message if REPLAYED in headers else {**message, "headers": [*headers, REPLAYED]}
+
+
+def _shown(name: _Name) -> str:
+    """The key as the client gave it."""
+    return name.key[1:]
 
 
 def _is_last(message: Message) -> bool:

@@ -1,7 +1,8 @@
-"""Checks before every route: the caller and its limits, the body's size; the net under bugs."""
+"""Checks before every route: its turn, the caller and its limits, the body's size; the net under bugs."""
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from typing import Final, TypeAlias
@@ -10,7 +11,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mallee.api.entry.gate import Turns
 from mallee.api.errors import (
     BodyTooLarge,
     ClientGone,
@@ -30,6 +30,7 @@ BODY_S: Final = 20.0
 """Time of a body, to which each MIN_BODY_RATE bytes that have come add a second."""
 MIN_BODY_RATE: Final = 16 << 10
 LINGER_S: Final = 5.0
+PER_TURN: Final = 16  # requests that begin in one turn of the loop: some 5 ms
 
 CountAnswer: TypeAlias = Callable[[str, int], None]
 """Called with the path's template (not the path) and the HTTP status when an answer begins."""
@@ -38,10 +39,14 @@ CountAnswer: TypeAlias = Callable[[str, int], None]
 # files, alike everywhere.
 _OPEN = frozenset(("/health", "/health/live", "/health/ready", "/openapi.json", "/docs", "/ui"))
 _OPEN_FILES = "/ui/"
+KEY_HEADER: Final = b"idempotency-key"
 SEARCH: Final = "/v1/search"  # the requests that it makes count, each by itself
 _CALLER = "mallee.caller"  # in the scope of a request
 _BEGUN = "mallee.begun"  # in loop seconds
 _IGNORED = "mallee.ignored"
+HEADERS: Final = "mallee.headers"
+"""The last value of each header by its name, in the scope of a request."""
+_TENANT: Final = TENANT_HEADER.encode()
 MAX_WARNED: Final = 16  # fields that an answer names
 
 
@@ -65,21 +70,60 @@ def warn_of(request: Request, ignored: Sequence[str]) -> None:
     request.scope[_IGNORED] = text.encode("ascii", "backslashreplace")
 
 
+class Turns:
+    """Lets a few callers go on in each turn of the event loop, in order.
+
+    A thousand requests that come at once would else be read in one turn, for which all streams wait.
+    """
+
+    def __init__(self, per_turn: int = PER_TURN) -> None:
+        self._per_turn = self._num_left = per_turn
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._is_due = False
+
+    async def wait(self) -> None:
+        """Return in a turn that has room."""
+        loop = asyncio.get_running_loop()
+        if not self._is_due:
+            self._is_due = True
+            loop.call_soon(self._begin, loop)
+        if self._num_left and not self._waiting:
+            self._num_left -= 1
+            return
+        turn = loop.create_future()
+        self._waiting.append(turn)
+        await turn
+
+    def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._num_left = self._per_turn
+        while self._num_left and self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():  # else its caller has gone
+                turn.set_result(None)
+                self._num_left -= 1
+        self._is_due = bool(self._waiting) or self._num_left < self._per_turn
+        if self._is_due:
+            loop.call_soon(self._begin, loop)
+
+
 class AuthMiddleware:
     """ASGI middleware. Finds each request's caller, counts answers, writes refusals, catches bugs.
 
-    A bug is logged with a fresh id and answered by a 500 that names the id and nothing else.
+    A bug is logged with a fresh id and answered by a 500 that names the id and nothing else. `replays` takes
+    requests with an idempotency key.
     """
 
     def __init__(
         self,
         app: ASGIApp,
+        replays: ASGIApp,
         *,
         access: Access,
         new_id: Callable[[], str],
         count_answer: CountAnswer,
     ) -> None:
         self._app = app
+        self._replays = replays
         self._access = access
         self._turns = Turns()
         self._new_id = new_id
@@ -91,6 +135,7 @@ class AuthMiddleware:
             return
         has_begun = False
         scope[_BEGUN] = asyncio.get_running_loop().time()
+        headers = scope[HEADERS] = dict(scope["headers"])
 
         async def counted_send(message: Message) -> None:
             nonlocal has_begun
@@ -108,8 +153,12 @@ class AuthMiddleware:
                 is_post = scope["method"] == "POST"
                 if is_post:
                     await self._turns.wait()
-                with caller.visit if is_post and scope["path"] != SEARCH else UNLIMITED:
-                    await self._app(scope, receive, counted_send)
+                app = self._replays if is_post and KEY_HEADER in headers else self._app
+                if caller.visit is UNLIMITED or not is_post or scope["path"] == SEARCH:
+                    await app(scope, receive, counted_send)
+                else:
+                    with caller.visit:
+                        await app(scope, receive, counted_send)
             except (MalleeError, HTTPException, ClientGone) as error:
                 if has_begun:
                     raise
@@ -124,8 +173,10 @@ class AuthMiddleware:
     def _find_caller(self, scope: Scope) -> Caller:
         """Raises Unauthorized, Forbidden."""
         try:
-            token = _bearer(scope) if self._access.has_keys else None
-            return self._access.caller(token, header(scope, TENANT_HEADER))
+            headers = scope[HEADERS]
+            has_token = b"authorization" in headers or b"x-api-key" in headers
+            tenant = header(scope, TENANT_HEADER) if _TENANT in headers else None
+            return self._access.caller(_bearer(scope) if has_token else None, tenant)
         except Unauthorized:
             if scope["path"] in _OPEN or scope["path"].startswith(_OPEN_FILES):
                 return NOBODY
@@ -203,13 +254,14 @@ async def _drop_rest(request: Request) -> None:
 
 def _check_head(request: Request, limit: int, too_large: type[BodyTooLarge]) -> None:
     """Raises UnsupportedEncoding, and `too_large` if the body is said to be."""
-    declared = given(request.scope, b"content-length")
+    headers = request.scope[HEADERS]
+    declared = headers.get(b"content-length", b"")
     # A sane server passes digits only; for anything else the bytes that arrive are counted.
-    if declared and declared[0].isdecimal() and int(declared[0][:20]) > limit:
+    if declared.isdigit() and int(declared[:20]) > limit:
         raise too_large(limit)
-    encodings = given(request.scope, b"content-encoding")
-    if encodings and encodings[0] not in ("identity", ""):
-        raise UnsupportedEncoding(encodings[0])
+    encoding = headers.get(b"content-encoding", b"")
+    if encoding not in (b"identity", b""):
+        raise UnsupportedEncoding(encoding.decode("latin-1"))
 
 
 async def read_body(request: Request, limit: int) -> bytes:

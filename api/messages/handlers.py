@@ -44,7 +44,7 @@ class _Rendered(NamedTuple):
     conversation: Conversation
     prompt: RenderedPrompt
     dialogue: Dialogue
-    changed: str  # as in `Chat`
+    changed: str  # as in `Messages`
 
 
 class MessagesHandlers:
@@ -106,13 +106,13 @@ class MessagesHandlers:
             mallee=extras,
         )
         output = read_output_format(fields)
-        chat = self._chat.begun(fields, conversation, prompt, output, is_hint=True)
+        chat = self._chat.begun(fields, conversation, prompt, output, changed=changed, is_hint=True)
         if dialogue.begun and chat.reading is not None and chat.reading.is_open:
             remedy = "this model reasons before it answers, so its answer can't be begun for it"
             raise InvalidParameter("messages", "assistant", remedy)
         if not terms.tenant:
             terms = terms._replace(tenant=owner_of(request)[:MAX_TENANT])
-        plan = self._maker.conversation(fields, chat._replace(changed=changed), scope, terms)
+        plan = self._maker.conversation(fields, chat, scope, terms)
         shape = MessageFormat(
             keep_s,
             is_clamped=request.max_tokens is not None and request.max_tokens > room,
@@ -135,6 +135,6 @@ class MessagesHandlers:
             )
         except ContextLengthExceeded as error:
             raise PromptTooLong(error.fields["prompt_tokens"], self._max_model_len) from error
-        if remembers:
-            prompt = self._chat.marked(prompt, conversation, lambda: dialogue.places, scope)
+        if remembers and self._chat.leaves_states:
+            prompt = self._reader.marked(prompt, conversation, dialogue.places, scope)
         return _Rendered(conversation, prompt, dialogue, changed)

@@ -190,7 +190,9 @@ def statuses(each: Operation) -> list[int]:
     """Of all its answers but those of bugs, 500."""
     with_body = _WITH_BODY if each.body is not None else ()
     with_key = _WITH_KEY if takes_key(each) else ()
-    return sorted({*each.successes, *_ALL, *with_body, *with_key, *each.refusals, each.busy})
+    named = (404,) if "{" in each.path else ()
+    refusals = (*_ALL, *with_body, *with_key, *named, *each.refusals, each.busy)
+    return sorted({*each.successes, *refusals})
 
 
 def _answer(each: Operation, status: int) -> dict[str, Any]:

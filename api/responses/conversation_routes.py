@@ -7,9 +7,8 @@ from starlette.responses import Response
 
 from mallee.api.entry.asking import Asking
 from mallee.api.entry.pages import read_paging
-from mallee.api.responses.conversations import Change, Conversations, check_room
+from mallee.api.responses.conversations import Conversations, Talk, check_room
 from mallee.api.responses.items import page, read_input
-from mallee.api.responses.store import Record
 from mallee.api.serve import json_response
 from mallee.api.sse import unless_gone
 from mallee.protocol.api.responses import (
@@ -21,6 +20,7 @@ from mallee.protocol.api.responses import (
     ItemsRequest,
 )
 from mallee.protocol.errors import BadRequest, InvalidParameter, NotFound
+from mallee.protocol.ids import Scope
 
 
 class UnknownItem(NotFound):
@@ -38,56 +38,62 @@ class ConversationHandlers:
         body = await self._asking.read_plain(request, ConversationRequest)
         items = [] if body.items in (None, []) else _read_items(body.items)
         scope = self._asking.scope(request)
-        record = self._conversations.create(scope, items, body.metadata or {})
-        return json_response(record.body)
+        return json_response(await self._conversations.create(scope, items, body.metadata or {}))
 
     async def list(self, request: Request) -> Response:
         paging = read_paging(request.query_params)
-        finding = self._conversations.all.find(self._asking.scope(request), paging)
+        finding = self._conversations.page(self._asking.scope(request), paging)
         found = await unless_gone(request.receive, finding)
         return json_response(paging.page(ConversationList, found))
 
     async def get(self, request: Request) -> Response:
-        return json_response((await self._record(request)).body)
+        return json_response(await self._conversations.head(*self._named(request)))
 
     async def update(self, request: Request) -> Response:
         body = await self._asking.read_plain(request, ConversationUpdate)
         if body.metadata is None:
             raise BadRequest("metadata is required", param="metadata")
-        record = await self._record(request)
-        record = await self._conversations.change(record, Change(metadata=body.metadata))
-        return json_response(record.body)
+        changing = self._conversations.set_metadata(*self._named(request), body.metadata)
+        return json_response(await changing)
 
     async def delete(self, request: Request) -> Response:
-        record = await self._record(request)
-        self._conversations.forget(record)
-        return json_response(ConversationDeleted(id=record.id))
+        name, scope = self._named(request)
+        await self._conversations.head(name, scope)
+        await self._conversations.forget(name, scope)
+        return json_response(ConversationDeleted(id=name))
 
     async def list_items(self, request: Request) -> Response:
-        record = await self._record(request)
-        return json_response(page(record.items, request.query_params))
+        talk = await self._conversations.talk(*self._named(request))
+        return json_response(page(talk.items, request.query_params))
 
     async def add_items(self, request: Request) -> Response:
         body = await self._asking.read_plain(request, ItemsRequest)
         items = _read_items(body.items)
-        record = await self._record(request)
-        check_room(record, len(items), "items")
-        made = self._conversations.with_ids(record.scope, items)
-        await self._conversations.change(record, Change(items=made))
+        name, scope = self._named(request)
+        made = self._conversations.with_ids(scope, items)
+
+        def change(talk: Talk) -> Talk:
+            check_room(talk, len(made), "items")
+            return talk.with_items(made)
+
+        await self._conversations.change(name, scope, change)
         return json_response(page(made, {"order": "asc", "limit": str(MAX_NEW_ITEMS)}))
 
     async def get_item(self, request: Request) -> Response:
-        return json_response(_item(await self._record(request), request))
+        talk = await self._conversations.talk(*self._named(request))
+        return json_response(_item(talk, request))
 
     async def delete_item(self, request: Request) -> Response:
-        record = await self._record(request)
-        item = _item(record, request)
-        record = await self._conversations.change(record, Change(without=item["id"]))
-        return json_response(record.body)
+        name, scope = self._named(request)
 
-    async def _record(self, request: Request) -> Record:
-        name = request.path_params["conversation"]
-        return await self._conversations.find(name, self._asking.scope(request))
+        def change(talk: Talk) -> Talk:
+            return talk.without(_item(talk, request)["id"])
+
+        await self._conversations.change(name, scope, change)
+        return json_response(await self._conversations.head(name, scope))
+
+    def _named(self, request: Request) -> tuple[str, Scope]:
+        return request.path_params["conversation"], self._asking.scope(request)
 
 
 def _read_items(value: Any) -> list[dict[str, Any]]:
@@ -99,9 +105,10 @@ def _read_items(value: Any) -> list[dict[str, Any]]:
     return items
 
 
-def _item(record: Record, request: Request) -> dict[str, Any]:
+def _item(talk: Talk, request: Request) -> dict[str, Any]:
     name: str = request.path_params["item"]
-    for item in record.items:
+    for item in talk.items:
         if item["id"] == name:
             return item
-    raise UnknownItem(f"item {name[:80]!r} is not in conversation {record.id}; list its items")
+    conversation = request.path_params["conversation"]
+    raise UnknownItem(f"item {name[:80]!r} is not in conversation {conversation}; list its items")

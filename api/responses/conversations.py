@@ -1,36 +1,28 @@
-"""Conversations: items that grow by each response. The gateway that made one keeps and changes it."""
+"""Conversations: items that grow by each response. They are in the gateways' store.
 
-import logging
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import replace
+The items lie apart from the rest, so that to show or list conversations need not read them. What changes is
+put where it was read, and changed again if another was faster.
+"""
+
+import asyncio
+from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
 
+from mallee.api.entry.pages import Paging
 from mallee.api.responses.items import shown
-from mallee.api.responses.listing import SharedList
-from mallee.api.responses.sharing import END_S, named, packed, request_of, unpacked
-from mallee.api.responses.store import Record, ResponseStore, UnknownResponse, num_chars
-from mallee.api.text.conversation import MAX_MESSAGES, Conversation
-from mallee.gateway.records import SharedRecords
+from mallee.api.responses.store import COPIES_NBYTES, State
+from mallee.api.text.conversation import MAX_MESSAGES
+from mallee.gateway.store.copies import CopiedBucket
+from mallee.gateway.store.store import Store
 from mallee.protocol.api.responses import ConversationBody
-from mallee.protocol.codec import Decoder, encode
-from mallee.protocol.errors import (
-    CodecError,
-    InternalError,
-    InvalidParameter,
-    LookupIncomplete,
-    NotFound,
-    Unavailable,
-)
+from mallee.protocol.errors import InvalidParameter, NotFound
 from mallee.protocol.ids import RequestId, Scope
-
-log = logging.getLogger(__name__)
+from mallee.runtime.config import ResponsesSettings
 
 ID_PREFIX: Final = "conv_"
-_KIND: Final = "conversation"
-_CHANGE: Final = "conversation.change"  # the record of a conversation, once it has been changed
+_LAYOUT: Final = 1
 
 Items = list[dict[str, Any]]
 
@@ -48,176 +40,131 @@ class UnknownConversation(NotFound):
         )
 
 
-class Change(msgspec.Struct, frozen=True, array_like=True):
-    """A change of a conversation: other metadata, an item less, items more.
+class Talk(msgspec.Struct, frozen=True, array_like=True):
+    """The items of a conversation. `state` is that after an answer which has seen the first `num_covered`."""
 
-    `answer` is the response that the items are of, `at` the `place` from which it went on.
-    """
+    items: Items
+    state: State | None = None
+    num_covered: int = 0
 
-    metadata: dict[str, str] | None = None
-    without: str | None = None
-    items: list[dict[str, Any]] = []
-    answer: bytes | None = None
-    at: tuple[int, str] | None = None
+    @property
+    def pending(self) -> Items:
+        """The items after the last answer whose state is known."""
+        return self.items[self.num_covered :]
 
+    @property
+    def place(self) -> tuple[int, str]:
+        """Its end, the same as long as the items are: their ids are never given twice."""
+        return len(self.items), self.items[-1]["id"] if self.items else ""
 
-_decode: Final = Decoder(Change, "a conversation's change")
+    def with_items(self, items: Items) -> "Talk":
+        return Talk([*self.items, *items], self.state, self.num_covered)
 
+    def without(self, item: str) -> "Talk":
+        rest = [each for each in self.items if each["id"] != item]
+        return Talk(rest) if len(rest) < len(self.items) else self
 
-def place(record: Record) -> tuple[int, str]:
-    """The end of a conversation, which is the same as long as its items are: ids are never given twice."""
-    return len(record.items), record.items[-1]["id"] if record.items else ""
-
-
-def changed(record: Record, change: Change, answer: Record | None) -> Record:
-    """The conversation after `change`; its capsule stays as long as the items that it covers do."""
-    found = replace(record)
-    if change.metadata is not None:
-        found.body = {**record.body, "metadata": change.metadata}
-        found.measure()
-    if change.without is not None:
-        found.items = [item for item in record.items if item["id"] != change.without]
-        if len(found.items) < len(record.items):
-            found.turn, found.left, found.num_covered = None, None, 0
-            found.measure()
-    if change.items:
-        found.items = [*found.items, *change.items]
-        found.num_chars += num_chars(change.items)  # all of it would take long
-    if answer is not None and change.at == place(record):
-        found.head, found.turn, found.left = answer.head, answer.turn, answer.left
-        found.num_covered = len(found.items)
-    return found
+    def with_answer(self, items: Items, state: State, after: "Talk") -> "Talk":
+        """With the items of a response that went on from `after`, whose `state` holds if none came since."""
+        found = self.with_items(items)
+        return Talk(found.items, state, len(found.items)) if self.place == after.place else found
 
 
 class Conversations:
-    """The conversations of all gateways, of which `store` has those that were made here.
+    """The conversations of all gateways. `new_name(scope)` names requests.
 
-    `new_name(scope)` names requests.
+    What reads or changes one raises UnknownConversation and StoreAway.
     """
 
     def __init__(
         self,
-        records: SharedRecords,
-        store: ResponseStore,
+        store: Store,
+        settings: ResponsesSettings,
         *,
         new_name: Callable[[Scope], RequestId],
         clock: Callable[[], float],
     ) -> None:
-        self._records = records
-        self._store = store
+        bounds: Any = {"ttl_s": settings.ttl_s, "max_nbytes": settings.max_mib << 20}
+        heads = store.bucket("conversations", ConversationBody, version=_LAYOUT, **bounds)
+        talks = store.bucket("items", Talk, version=_LAYOUT, is_json=True, **bounds)
+        self._heads = CopiedBucket(heads, COPIES_NBYTES)
+        self._talks = CopiedBucket(talks, COPIES_NBYTES)
         self._new_name = new_name
         self._clock = clock
-        self.all = SharedList(records, store, ID_PREFIX, ConversationBody, new_name=new_name)
-        records.share(_KIND, self._tell, self._on_forgotten)
-        records.share(_CHANGE, self._tell_changed)
 
-    def create(self, scope: Scope, items: Items, metadata: dict[str, str]) -> Record:
-        name = named(ID_PREFIX, self._new_name(scope))
-        body = {
-            "id": name,
-            "object": "conversation",
-            "created_at": int(self._clock()),
-            "metadata": metadata,
-        }
-        record = Record(name, scope, body, self.with_ids(scope, items), Conversation(()))
-        record.measure()
-        self._store.keep(record)
-        return record
+    async def create(
+        self, scope: Scope, items: Items, metadata: dict[str, str]
+    ) -> ConversationBody:
+        name = ID_PREFIX + self._new_mark(scope)
+        head = ConversationBody(id=name, created_at=int(self._clock()), metadata=metadata)
+        await self._talks.put(scope, name, Talk(self.with_ids(scope, items)))
+        await self._heads.put(scope, name, head)
+        return head
 
     def with_ids(self, scope: Scope, items: Items) -> Items:
         """Items as a conversation shows them; their ids are ours, or one could come twice."""
         given = [{key: item[key] for key in item if key != "id"} for item in items]
-        return shown(given, named("", self._new_name(scope)))
+        return shown(given, self._new_mark(scope))
 
-    async def find(self, name: str, scope: Scope, param: str | None = None) -> Record:
-        """The conversation as it is now. Raises UnknownConversation, LookupIncomplete."""
-        found = self._here(name, scope)
-        if found is None and name.startswith(ID_PREFIX):
-            raw = await self._records.fetch(_KIND, request_of(name), scope)
-            found = self._read(raw, name, scope)
-        if found is None:
-            raise UnknownConversation(name, param)
-        return found
-
-    async def change(self, record: Record, change: Change, answer: Record | None = None) -> Record:
-        """The conversation after `change`, made where it is kept. Raises Unavailable, UnknownConversation."""
-        if not record.is_copy:
-            return self._changed(record.id, record.scope, change, answer)
-        if answer is not None:
-            change = msgspec.structs.replace(change, answer=packed(answer))
-        raw = None
-        with suppress(LookupIncomplete):
-            raw = await self._records.fetch(
-                _CHANGE, request_of(record.id), record.scope, given=encode(change), wait_s=END_S
-            )
-        found = self._read(raw, record.id, record.scope)
-        if found is None:
-            raise Unavailable(
-                f"the gateway that keeps conversation {record.id} did not say that it has changed it; read it"
-                " before you try again"
-            )
-        return found
-
-    def forget(self, record: Record) -> None:
-        """Forget a conversation, wherever it is kept. Its responses stay."""
-        self._records.forget(_KIND, request_of(record.id), record.scope)
-        self._store.forget(record)
-
-    def _here(self, name: str, scope: Scope) -> Record | None:
-        try:
-            return self._store.get(name, scope) if name.startswith(ID_PREFIX) else None
-        except UnknownResponse:
-            return None
-
-    def _changed(self, name: str, scope: Scope, change: Change, answer: Record | None) -> Record:
-        record = self._here(name, scope)
-        if record is None:
+    async def head(self, name: str, scope: Scope) -> ConversationBody:
+        """A conversation without its items."""
+        entry = await self._heads.get(scope, name) if name.startswith(ID_PREFIX) else None
+        if entry is None:
             raise UnknownConversation(name)
-        check_room(record, len(change.items), "conversation")
-        found = changed(record, change, answer)
-        self._store.keep(found)
+        return entry.value
+
+    async def talk(self, name: str, scope: Scope, param: str | None = None) -> Talk:
+        """The items of a conversation."""
+        entry = await self._talks.get(scope, name) if name.startswith(ID_PREFIX) else None
+        if entry is None:
+            raise UnknownConversation(name, param)
+        return entry.value
+
+    async def page(self, scope: Scope, paging: Paging) -> list[ConversationBody]:
+        """The first `paging.most` of `scope`."""
+        names = [name for name in await self._heads.bucket.names(scope) if name > paging.after]
+        found = await asyncio.gather(*(self._heads.get(scope, n) for n in names[: paging.most]))
+        return [entry.value for entry in found if entry is not None]
+
+    async def set_metadata(
+        self, name: str, scope: Scope, metadata: dict[str, str]
+    ) -> ConversationBody:
+        return await self._change_head(
+            name, scope, lambda head: msgspec.structs.replace(head, metadata=metadata)
+        )
+
+    async def change(self, name: str, scope: Scope, change: Callable[[Talk], Talk]) -> None:
+        """Change the items of a conversation, which lives on for as long as one that was made now."""
+        await self._change_head(name, scope, lambda head: head)
+        if await self._talks.change(scope, name, change) is None:
+            raise UnknownConversation(name)
+
+    async def forget(self, name: str, scope: Scope) -> None:
+        """Forget a conversation everywhere. Its responses stay."""
+        await self._talks.delete(
+            scope, name
+        )  # first: else a failure would leave them without a name
+        await self._heads.delete(scope, name)
+
+    async def _change_head(
+        self, name: str, scope: Scope, change: Callable[[ConversationBody], ConversationBody]
+    ) -> ConversationBody:
+        found = None
+        if name.startswith(ID_PREFIX):
+            found = await self._heads.change(scope, name, change)
+        if found is None:
+            raise UnknownConversation(name)
         return found
 
-    def _read(self, raw: bytes | None, name: str, scope: Scope) -> Record | None:
-        if raw is None:
-            return None
-        try:
-            found = unpacked(raw)
-        except CodecError as error:
-            log.exception("a conversation of another gateway was refused")
-            raise LookupIncomplete("the answer of another one can't be read") from error
-        if (found.id, found.scope) != (name, scope):
-            raise InternalError(
-                "another gateway told of another conversation than it was asked for"
-            )
-        return found
-
-    async def _tell(self, key: str, scope: Scope, _: bytes) -> bytes | None:
-        record = self._here(named(ID_PREFIX, key), scope)
-        return None if record is None else packed(record)
-
-    async def _tell_changed(self, key: str, scope: Scope, given: bytes) -> bytes | None:
-        name = named(ID_PREFIX, key)
-        if self._here(name, scope) is None:
-            return None
-        change = _decode(given)
-        answer = None if change.answer is None else unpacked(change.answer)
-        return packed(self._changed(name, scope, change, answer))
-
-    def _on_forgotten(self, key: str, scope: Scope) -> None:
-        record = self._here(named(ID_PREFIX, key), scope)
-        if record is not None:
-            self._store.forget(record)
+    def _new_mark(self, scope: Scope) -> str:
+        return self._new_name(scope).removeprefix("req_")
 
 
-def check_room(record: Record, num_items: int, param: str) -> None:
+def check_room(talk: Talk, num_items: int, param: str) -> None:
     """Raises InvalidParameter where so many items more are too many."""
-    total = len(record.items) + num_items
+    total = len(talk.items) + num_items
     if total > MAX_MESSAGES:
-        remedy = f"it would have {total} items, of {MAX_MESSAGES} at most; begin another"
-        raise InvalidParameter(param, record.id, remedy)
-
-
-def pending(record: Record) -> Sequence[dict[str, Any]]:
-    """The items after the last answer whose state is known."""
-    return record.items[record.num_covered :]
+        remedy = (
+            f"the conversation would have {total} items, of {MAX_MESSAGES} at most; begin another"
+        )
+        raise InvalidParameter(param, num_items, remedy)

@@ -2,71 +2,46 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import suppress
 from typing import Any, Final
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mallee.api.deltas import TextDelta
 from mallee.api.entry.asking import Asked, Asking, read_count
 from mallee.api.entry.middleware import age_s, caller_of
 from mallee.api.entry.pages import read_paging
-from mallee.api.responses.conversations import (
-    Change,
-    Conversations,
-    check_room,
-    pending,
-    place,
-)
+from mallee.api.responses.background import Background, follow, replay
+from mallee.api.responses.conversations import Conversations, Talk, check_room
 from mallee.api.responses.items import page, shown
-from mallee.api.responses.listing import SharedList
 from mallee.api.responses.requests import conversation_of
-from mallee.api.responses.running import Background, Run
-from mallee.api.responses.sharing import ID_PREFIX, SharedResponses, request_of
-from mallee.api.responses.store import Record, ResponseStore
+from mallee.api.responses.running import Run
+from mallee.api.responses.store import ID_PREFIX, Record, State, StoredResponses
 from mallee.api.responses.tools import offered
 from mallee.api.responses.turns import PlannedTurn, TurnMaker
 from mallee.api.responses.writing import Writer, opening, sse
 from mallee.api.serve import Server, json_response
 from mallee.api.sse import EventStream, unless_gone
-from mallee.protocol.api.responses import (
-    ResponseDeleted,
-    ResponseList,
-    ResponseRequest,
-    ResponseSummary,
-)
-from mallee.protocol.codec import Decoder, encode
+from mallee.gateway.store.store import StoreAway
+from mallee.protocol.api.responses import ResponseDeleted, ResponseList, ResponseRequest
 from mallee.protocol.errors import (
     BadRequest,
     InvalidParameter,
     LookupIncomplete,
-    MalleeError,
     NotFound,
     Unavailable,
 )
 from mallee.protocol.ids import Scope
 from mallee.router.dispatch.jobs import QueueTerms
+from mallee.runtime.bus.buckets import StoreFull
 from mallee.runtime.config import ResponsesSettings
 from mallee.runtime.tasks import Tasks
 
 MAX_EVENTS: Final = 10**9
-NEWS_S: Final = 5.0  # for which another gateway's question for events waits for the next one,
-NEWS_WAIT_S: Final = 8.0  # the gateway that asks for its answer,
-BATCH_S: Final = 0.1  # and events for others to leave with
-MAX_BATCH: Final = 4096  # events
-_EVENTS: Final = "response.events"
+END_S: Final = 5.0  # for a response to end
+_END: Final = "response.end"  # asked of the gateway that runs it
 
-
-class _Events(msgspec.Struct, frozen=True, array_like=True):
-    """Events of a response on their way to another gateway; `is_over`: none comes after them."""
-
-    events: list[bytes]
-    is_over: bool
-
-
-_decode_events: Final = Decoder(_Events, "events of a response")
-_decode_number: Final = Decoder(int, "the number of an event")
+Events = list[dict[str, Any]]
 
 
 class TooManyInBackground(Unavailable):
@@ -75,7 +50,7 @@ class TooManyInBackground(Unavailable):
 
 
 class Responses:
-    """The handlers. Responses are stored where they were made, and found from every gateway."""
+    """The handlers. What runs in the background runs here; all else is in the gateways' store."""
 
     def __init__(
         self,
@@ -90,34 +65,29 @@ class Responses:
         self._turns = turns
         self._settings = settings
         self._tasks = tasks
-        self.store = ResponseStore(settings, server.clock)
-        self.conversations = Conversations(
-            server.gateway.records,
-            self.store,
-            new_name=server.gateway.requests.new_name,
-            clock=server.clock,
-        )
-        self._shared = SharedResponses(server.gateway.records, self.store, tasks, self._end)
-        self._list = SharedList(
-            server.gateway.records,
-            self.store,
-            ID_PREFIX,
-            ResponseSummary,
-            new_name=server.gateway.requests.new_name,
-        )
+        gateway = server.gateway
         self._background: dict[str, Background] = {}  # those that run
-        server.gateway.records.share(_EVENTS, self._tell_events)
+        self._peers = gateway.peers
+        self._stored = StoredResponses(
+            gateway.store,
+            gateway.peers,
+            settings,
+            runs=lambda name: name in self._background,
+        )
+        self.conversations = Conversations(
+            gateway.store, settings, new_name=gateway.requests.new_name, clock=server.clock
+        )
+        gateway.peers.share(_END, self._on_end)
 
     async def create(self, request: Request) -> Response:
         asked = await self._asking.read(request, ResponseRequest)
-        body = asked.body
-        conversation = await self._conversation(body, asked.scope)
-        previous = await self._previous(body, asked.scope)
-        more: Sequence[dict[str, Any]] = ()
-        if conversation is not None:
-            previous = conversation if conversation.turn is not None else None
-            more = pending(conversation)
-        has_capsule = previous is not None and await self._has_capsule(previous)
+        body, scope = asked.body, asked.scope
+        if body.store or body.conversation is not None:
+            self._stored.check_up()
+        talk = await self._conversation(body, scope)
+        previous = await self._previous(body, scope) if talk is None else talk.state
+        more: Sequence[dict[str, Any]] = () if talk is None else talk.pending
+        has_capsule = previous is not None and await self._has_capsule(previous, scope)
 
         def plan(given: ResponseRequest, scope: Scope, terms: QueueTerms) -> PlannedTurn:
             return self._turns.plan(
@@ -125,24 +95,24 @@ class Responses:
             )
 
         async def plan_whole() -> PlannedTurn:
-            whole = (body, asked.scope, asked.terms, previous)
+            whole = (body, scope, asked.terms, previous)
             return await self._asking.in_pool(
                 lambda: self._turns.plan(*whole, has_capsule=False, pending=more)
             )
 
         planned = await self._asking.make(request, asked, plan)
-        run, record = await self._run(request, asked, planned, previous, conversation, plan_whole)
+        run = await self._run(request, asked, planned, previous, talk, plan_whole)
         if body.background:
-            return self._in_background(request, run, record, streams=body.stream)
+            return await self._in_background(request, run, streams=body.stream)
         run.admit(caller_of(request).visit)
         first = await unless_gone(request.receive, run.open(age_s(request)))
+        events = self._answered(run, first, is_stored=body.store)
         if body.stream:
-            headers = self._headers(request, run)
-            return EventStream(_written(run.events(first)), run.close, headers)
+            return EventStream(_written(events), run.close, self._headers(request, run))
 
         async def whole() -> None:
             try:
-                async for _ in run.events(first):
+                async for _ in events:
                     pass
             finally:
                 await run.close()
@@ -154,7 +124,7 @@ class Responses:
 
     async def list(self, request: Request) -> Response:
         paging = read_paging(request.query_params)
-        finding = self._list.find(self._asking.scope(request), paging)
+        finding = self._stored.page(self._asking.scope(request), paging)
         found = await unless_gone(request.receive, finding)
         return json_response(paging.page(ResponseList, found))
 
@@ -163,24 +133,21 @@ class Responses:
         query = request.query_params
         if query.get("stream", "false").lower() not in ("true", "1"):
             return json_response(record.body)
+        if record.num_events is None:
+            raise BadRequest(
+                "only a response made with background=true and stream=true can be streamed again",
+                param="stream",
+            )
         given = query.get("starting_after")
         after = -1 if given in (None, "0") else read_count(given, "starting_after", 1, MAX_EVENTS)
         after = 0 if given == "0" else after
-        if record.is_copy:
-            first = await unless_gone(request.receive, self._events_elsewhere(record, after))
-            events = self._follow_elsewhere(record, after, first)
-        else:
-            background = self._streamed(record)
-            events = background.follow(after) if background else _replayed(record, after)
-
-        async def close() -> None:
-            pass
-
-        return EventStream(events, close, {})
+        return _streamed(await self._events(self._asking.scope(request), record, after))
 
     async def delete(self, request: Request) -> Response:
-        record = await self._record(request)
-        await self._shared.forget(record)
+        record, scope = await self._record(request), self._asking.scope(request)
+        if not record.is_over:
+            await self._end(record, scope)
+        await self._stored.delete(scope, record.id)
         return json_response(ResponseDeleted(id=record.id))
 
     async def cancel(self, request: Request) -> Response:
@@ -189,7 +156,8 @@ class Responses:
             raise BadRequest(
                 "only a response made with background=true can be cancelled; of others hang up"
             )
-        record = await self._shared.end(record)
+        if not record.is_over:
+            record = await self._end(record, self._asking.scope(request))
         return json_response(record.body)
 
     async def input_items(self, request: Request) -> Response:
@@ -197,103 +165,47 @@ class Responses:
         items = shown(record.items, record.id.removeprefix(ID_PREFIX))
         return json_response(page(items, request.query_params))
 
-    # Events
-
-    def _streamed(self, record: Record) -> Background | None:
-        """The response as it runs here; None: its events are all there. Raises BadRequest: it has none."""
-        background = self._background.get(record.id)
-        if not (background.streams if background is not None else record.events):
-            raise BadRequest(
-                "only a response made with background=true and stream=true can be streamed again",
-                param="stream",
-            )
-        return background
-
-    async def _tell_events(self, key: str, scope: Scope, given: bytes) -> bytes | None:
-        """Those after number `given`; waits for some if there are none yet."""
-        record, after = self._shared.own(key, scope), _decode_number(given)
-        if record is None:
-            return None
-        background = self._streamed(record)
-        if background is not None and not background.is_over:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(NEWS_S):
-                    await anext(background.follow(after), None)
-                    await asyncio.sleep(BATCH_S)
-        events = record.events[after + 1 : after + 1 + MAX_BATCH]
-        is_over = background is None or background.is_over
-        return encode(_Events(events, is_over and after + 1 + len(events) >= len(record.events)))
-
-    async def _events_elsewhere(self, record: Record, after: int) -> _Events:
-        """Raises BadRequest, LookupIncomplete."""
-        raw = await self._server.gateway.records.fetch(
-            _EVENTS,
-            request_of(record.id),
-            record.scope,
-            given=encode(after),
-            wait_s=NEWS_WAIT_S,
-        )
-        if raw is None:
-            remedy = "its events went with the gateway that made it; leave stream out"
-            raise InvalidParameter("stream", True, remedy)
-        return _decode_events(raw)
-
-    async def _follow_elsewhere(
-        self, record: Record, after: int, told: _Events
-    ) -> AsyncGenerator[bytes, None]:
-        """`told`, and those to come. Raises ConnectionError: its gateway is gone, or silent."""
-        while True:
-            if told.events:
-                after += len(told.events)
-                yield b"".join(told.events)
-            if told.is_over:
-                return
-            try:
-                told = await self._events_elsewhere(record, after)
-            except MalleeError as error:
-                raise ConnectionError(f"the events of a response break off: {error}") from error
-
     # Steps
 
-    async def _conversation(self, body: ResponseRequest, scope: Scope) -> Record | None:
+    async def _conversation(self, body: ResponseRequest, scope: Scope) -> Talk | None:
         """The conversation that is gone on from. Raises UnknownConversation, BadRequest."""
         name = conversation_of(body)
         if name is None:
             return None
-        return await self.conversations.find(name, scope, "conversation")
+        return await self.conversations.talk(name, scope, "conversation")
 
-    async def _previous(self, body: ResponseRequest, scope: Scope) -> Record | None:
+    async def _previous(self, body: ResponseRequest, scope: Scope) -> State | None:
         """The response that is gone on from. Raises UnknownResponse, BadRequest."""
         if body.previous_response_id is None:
             return None
         param = "previous_response_id"
-        record = await self._shared.find(body.previous_response_id, scope, param)
-        if record.turn is None:
+        record = (await self._stored.find(body.previous_response_id, scope, param)).value
+        if record.state is None:
             status = record.body["status"]
             remedy = f"it is {status} and has no answer to go on from"
             raise InvalidParameter(param, record.id, remedy)
-        return record
+        return record.state
 
-    async def _has_capsule(self, record: Record) -> bool:
-        """Whether the response's capsule can be forked here, of these weights."""
-        if record.left is None:
+    async def _has_capsule(self, state: State, scope: Scope) -> bool:
+        """Whether the capsule after an answer can be forked here, of these weights."""
+        left = state.left
+        if left is None:
             return False
-        left = record.left
         try:
-            info = await self._server.gateway.capsules.show(left.capsule, record.scope)
+            info = await self._server.gateway.capsules.show(left.capsule, scope)
         except (NotFound, LookupIncomplete):
             return False
-        return not info.is_stale and info.boundary == left.prompt_tokens + len(left.drawn)
+        return not info.is_stale and info.boundary == left.num_tokens
 
     async def _run(
         self,
         request: Request,
         asked: Asked[ResponseRequest],
         planned: PlannedTurn,
-        previous: Record | None,
-        conversation: Record | None,
+        previous: State | None,
+        talk: Talk | None,
         plan_whole: Callable[[], Awaitable[PlannedTurn]],
-    ) -> tuple[Run, Record]:
+    ) -> Run:
         body, scope = asked.body, asked.scope
         left = previous.left if previous is not None else None
         bound = await self._server.bound(planned.plan, left.capsule if left is not None else None)
@@ -305,53 +217,57 @@ class Responses:
             self._server.model_name,
             offered(body.tools) or [],
         )
-        if conversation is not None:
-            check_room(conversation, len(planned.items), "conversation")
-            begun["conversation"] = {"id": conversation.id}
+        name = conversation_of(body)
+        if talk is not None:
+            check_room(talk, len(planned.items), "conversation")
+            begun["conversation"] = {"id": name}
         writer = Writer(
             body,
             begun,
             self._server.tokenizer.token_bytes,
             names_workers=caller_of(request).is_operator,
         )
-        record = Record(begun["id"], scope, begun, planned.items, planned.head)
 
-        async def tell(answer: Record) -> None:
-            if conversation is not None:
+        async def tell(state: State) -> None:
+            if name is not None and talk is not None:
                 made = self.conversations.with_ids(scope, planned.items)
                 items = [*made, *writer.output]
-                change = Change(items=items, at=place(conversation))
-                await self.conversations.change(conversation, change, answer)
 
-        given = (self._server, self.store, planned, record, writer, named)
-        return Run(*given, is_stored=body.store, tell=tell, plan_whole=plan_whole), record
+                def change(now: Talk) -> Talk:
+                    check_room(now, len(items), "conversation")
+                    return now.with_answer(items, state, talk)
 
-    def _in_background(
-        self, request: Request, run: Run, record: Record, *, streams: bool
-    ) -> Response:
+                await self.conversations.change(name, scope, change)
+
+        given = (self._server, scope, planned, writer, named)
+        return Run(*given, tell=tell, plan_whole=plan_whole)
+
+    async def _answered(
+        self, run: Run, first: TextDelta, *, is_stored: bool
+    ) -> AsyncGenerator[Events, None]:
+        """All events of an answer, which is stored before the last one, or that says that it is not."""
+        async for events in run.events(first):
+            yield events
+        if is_stored:
+            try:
+                await self._stored.put(run.scope, run.record())
+            except (StoreAway, StoreFull) as error:
+                run.writer.not_stored(error)
+        yield [run.last()]
+
+    async def _in_background(self, request: Request, run: Run, *, streams: bool) -> Response:
         caller = caller_of(request)
         self._check_background(caller.tenant)
-        background = Background(run, record, caller.visit, tenant=caller.tenant, streams=streams)
-        record.is_running = True
-        record.measure()
-        self.store.keep(record)
-        answer = {**record.body}
-
-        async def work() -> None:
-            try:
-                await background.work()
-            finally:
-                self._background.pop(record.id, None)
-
-        self._background[record.id] = background
-        background.task = self._tasks.spawn(work(), name="background response")
-        if streams:
-
-            async def close() -> None:
-                pass
-
-            return EventStream(background.follow(-1), close, {})
-        return json_response(answer)
+        background = Background(
+            run, self._stored, caller.visit, tenant=caller.tenant, streams=streams
+        )
+        answer = run.writer.shown
+        name = answer["id"]
+        self._background[name] = background
+        background.start(self._tasks)
+        background.life.add_done_callback(lambda _: self._background.pop(name))
+        await background.begun()
+        return _streamed(background.follow(-1)) if streams else json_response(answer)
 
     def _check_background(self, tenant: str) -> None:
         """Raises Unavailable, TooManyInBackground."""
@@ -364,37 +280,63 @@ class Responses:
                 f"{most} background responses of this tenant run already; retry later"
             )
 
-    async def _end(self, record: Record) -> None:
-        """Cancel what runs of it; returns once it is over."""
-        background = self._background.get(record.id)
-        if background is None or background.task is None:
-            return
-        if not background.is_ending:
-            background.is_ending = True
-            self._tasks.cancel(background.task)
-        try:
-            await asyncio.wait([background.task])
-        finally:
-            background.cancel()  # if its task never began
-            background.finish()
-            self._background.pop(record.id, None)
+    async def _events(
+        self, scope: Scope, record: Record, after: int
+    ) -> AsyncGenerator[bytes, None]:
+        """Those from number `after` + 1 on, and those to come. Raises InvalidParameter."""
+        if record.is_over:
+            return replay(await self._stored.events_of(scope, record), record, after)
+        if (background := self._background.get(record.id)) is not None:
+            return background.follow(after)
+        return follow(self._stored, scope, record.id, after)
+
+    async def _end(self, record: Record, scope: Scope) -> Record:
+        """End a response where it runs; what became of it. Raises Unavailable, UnknownResponse."""
+        if record.gateway == self._peers.gateway:
+            await self._end_here(record.id)
+        else:
+            await self._peers.ask(record.gateway, _END, record.id, scope, wait_s=END_S)
+        found = (await self._stored.find(record.id, scope)).value
+        if not found.is_over:
+            raise Unavailable(
+                "the gateway that runs this response did not end it; retry in 1 s",
+                retry_after_s=1.0,
+            )
+        return found
+
+    async def _end_here(self, name: str) -> None:
+        """Returns once it is over, and that is stored."""
+        if (background := self._background.get(name)) is not None:
+            background.end(self._tasks)
+            await asyncio.wait([background.life], timeout=END_S)
+
+    async def _on_end(self, name: str, scope: Scope, _: bytes) -> bytes | None:
+        background = self._background.get(name)
+        if background is None or background.scope != scope:
+            return None
+        await self._end_here(name)
+        return b""
 
     async def _record(self, request: Request) -> Record:
         name = request.path_params["response"]
-        return await self._shared.find(name, self._asking.scope(request))
+        return (await self._stored.find(name, self._asking.scope(request))).value
 
     def _headers(self, request: Request, run: Run) -> dict[str, str]:
         return {"x-mallee-worker": run.worker} if caller_of(request).is_operator else {}
 
 
 async def _written(
-    groups: AsyncGenerator[list[dict[str, Any]], None],
+    groups: AsyncGenerator[Events, None],
 ) -> AsyncGenerator[bytes, None]:
     async for events in groups:
         if events:
             yield b"".join(map(sse, events))
 
 
-async def _replayed(record: Record, after: int) -> AsyncGenerator[bytes, None]:
-    if rest := record.events[after + 1 :]:
-        yield b"".join(rest)
+def _streamed(events: AsyncGenerator[bytes, None]) -> EventStream:
+    """An answer whose client may go without an end to what it reads."""
+
+    async def close() -> None:
+        pass
+
+    return EventStream(events, close, {})

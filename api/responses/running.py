@@ -1,25 +1,25 @@
-"""The run of one response: its plan is started, its deltas are written, what it leaves is stored."""
+"""The run of one response: its plan is started, its deltas are written, its state after that is found."""
 
 import asyncio
 import logging
 from array import array
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import ExitStack
 from typing import Any
 
 from mallee.api.answers import UsageCounter
 from mallee.api.deltas import TextDelta, TextStream
 from mallee.api.errors import unexpected
-from mallee.api.responses.store import Left, Record, ResponseStore, Turn
+from mallee.api.responses.store import Left, Record, State
 from mallee.api.responses.turns import PlannedTurn
-from mallee.api.responses.writing import Writer, sse
+from mallee.api.responses.writing import Writer, ending
 from mallee.api.serve import LOGPROBS_COST, TURN_TOKENS, Named, Server
 from mallee.gateway.access.quotas import Visit
 from mallee.gateway.requests.deltas import Delta
 from mallee.gateway.requests.lives import BranchLife
 from mallee.gateway.requests.observers import Observer
 from mallee.protocol.errors import CapsuleStale, LookupIncomplete, MalleeError, NotFound
-from mallee.protocol.hashing import as_tokens
+from mallee.protocol.ids import Scope
+from mallee.protocol.messages import pack_tokens
 from mallee.router.dispatch.jobs import ForkJob
 
 log = logging.getLogger(__name__)
@@ -40,33 +40,30 @@ class DrawnTokens(Observer):
 class Run:
     """One answer. `admit` counts it, `open` starts it, `events` writes it down; `close` ends it early.
 
-    `tell(record)` is awaited once the output is whole, before the last event. `plan_whole()` is a plan
-    without a capsule, if that was lost since this was planned.
+    `tell(state)` is awaited once the output is whole. `plan_whole()` is a plan without a capsule, if that was
+    lost since this was planned.
     """
 
     def __init__(
         self,
         server: Server,
-        store: ResponseStore,
+        scope: Scope,
         planned: PlannedTurn,
-        record: Record,
         writer: Writer,
         named: Named,
         *,
-        is_stored: bool,
-        tell: Callable[[Record], Awaitable[None]],
+        tell: Callable[[State], Awaitable[None]],
         plan_whole: Callable[[], Awaitable[PlannedTurn]],
     ) -> None:
         self._server = server
-        self._store = store
+        self.scope = scope
         self._planned = planned
-        self._record = record
         self.writer = writer
         self._named = named
-        self._is_stored = is_stored
         self._tell = tell
         self._plan_whole = plan_whole
         self.error: MalleeError | None = None  # of an answer that failed
+        self._state: State | None = None  # after one that did not
         self._usage: UsageCounter | None = None
         self._drawn = DrawnTokens()
         self._text: TextStream | None = None
@@ -88,7 +85,7 @@ class Run:
             if not isinstance(self._planned.plan.jobs[0], ForkJob):
                 raise
         self._planned = await self._plan_whole()
-        again = self._server.named(self._record.scope, self._named.bound)
+        again = self._server.named(self.scope, self._named.bound)
         return await self._begin(prepare_s, again)
 
     async def _begin(self, prepare_s: float, named: Named) -> TextDelta:
@@ -110,8 +107,17 @@ class Run:
         assert self._text is not None
         return self._text.streams[0].worker
 
+    def record(self, num_events: int | None = None) -> Record:
+        """The response as it is now."""
+        body, gateway = self.writer.shown, self._server.gateway.peers.gateway
+        return Record(body, self._planned.items, gateway, num_events, self._state)
+
+    def last(self) -> dict[str, Any]:
+        """The last event, once it is over."""
+        return ending(self.writer.shown, self.writer.num_events)
+
     async def events(self, first: TextDelta) -> AsyncGenerator[list[dict[str, Any]], None]:
-        """All events, in groups; errors are events too. The record is stored before the last."""
+        """All events but the last, in groups; errors are events too."""
         text, usage, writer = self._text, self._usage, self.writer
         assert text is not None
         assert usage is not None
@@ -136,14 +142,17 @@ class Run:
             if delta.error is not None:
                 raise delta.error
             found += writer.finish(delta)
-            await self._leave(delta)
-            found += self._ended(delta, usage)
+            state = self._left(delta)
+            await self._tell(state)
+            more = {"turn": self._planned.how, "new_tokens": self._planned.new_tokens}
+            writer.end(delta, usage, more, int(self._server.clock()))
+            self._state = state
         except MalleeError as error:
-            found += self._failed(error)
+            found += self.failed(error)
         except Exception:
             number = self._server.new_id()
             log.exception("request %s failed after its first byte", number)
-            found += self._failed(unexpected(number))
+            found += self.failed(unexpected(number))
         yield found
 
     async def close(self) -> None:
@@ -153,9 +162,7 @@ class Run:
 
     def cancelled(self) -> list[dict[str, Any]]:
         """It was ended early by its client."""
-        events = self.writer.cancel(self._usage)
-        self._keep()
-        return events
+        return self.writer.cancel(self._usage)
 
     def failed_early(self, error: Exception) -> list[dict[str, Any]]:
         """It never began. A bug is logged."""
@@ -163,111 +170,22 @@ class Run:
             number = self._server.new_id()
             log.error("request %s failed", number, exc_info=error)
             error = unexpected(number)
-        return [*self.writer.begin(), *self._failed(error)]
+        return [*self.writer.begin(), *self.failed(error)]
 
-    def _failed(self, error: MalleeError) -> list[dict[str, Any]]:
-        self.error = error
-        events = self.writer.fail(error, self._usage)
-        self._keep()
-        return events
+    def failed(self, error: MalleeError) -> list[dict[str, Any]]:
+        self.error, self._state = error, None
+        return self.writer.fail(error, self._usage)
 
-    async def _leave(self, last: TextDelta) -> None:
-        """Have the record, and its conversation, go on after the answer. Raises MalleeError."""
-        planned, record = self._planned, self._record
-        record.turn = Turn(planned.turn, self.writer.answer())
+    def _left(self, last: TextDelta) -> State:
+        """The conversation up to the answer, and its capsule."""
+        planned, left = self._planned, None
         prompt_tokens = planned.plan.prompt_tokens
         num_drawn = last.boundary - prompt_tokens
         if last.capsule is not None and 0 <= num_drawn <= len(self._drawn.tokens):
-            drawn = as_tokens(self._drawn.tokens[:num_drawn])
-            asked = planned.asked or (prompt_tokens, planned.turn)
-            record.left = Left(last.capsule, prompt_tokens, drawn, asked)
-        try:
-            await self._tell(record)
-        except MalleeError:
-            record.turn = record.left = None
-            raise
-
-    def _ended(self, last: TextDelta, usage: UsageCounter) -> list[dict[str, Any]]:
-        more = {"turn": self._planned.how, "new_tokens": self._planned.new_tokens}
-        events = self.writer.end(last, usage, more, int(self._server.clock()))
-        self._keep()
-        return events
-
-    def recount(self) -> None:
-        """Count the events that came since the record was stored."""
-        self._store.recount(self._record)
-
-    def _keep(self) -> None:
-        self._record.is_running = False
-        if self._is_stored:
-            self._record.measure()
-            self._store.keep(self._record)
-
-
-class Background:
-    """A response that runs without a client: its events so far, for readers that come and go.
-
-    It counts in the use of its `tenant`'s key. Raises QuotaExceeded.
-    """
-
-    def __init__(
-        self, run: Run, record: Record, visit: Visit, *, tenant: str, streams: bool
-    ) -> None:
-        with ExitStack() as stay:
-            run.admit(stay.enter_context(visit.staying()))
-            self._stay = stay.pop_all()
-        self.run = run
-        self.tenant = tenant
-        self.record = record
-        self.streams = streams
-        self._news = asyncio.Event()
-        self.is_over = self.is_ending = False
-        self.task: asyncio.Task[None] | None = None
-
-    async def work(self) -> None:
-        """Run it to its end. Errors become its own."""
-        try:
-            first = await self.run.open(0.0)
-            async for events in self.run.events(first):
-                self._add(events)
-        except asyncio.CancelledError:
-            self.cancel()
-            raise
-        except Exception as error:
-            self._add(self.run.failed_early(error))
-        finally:
-            try:
-                await self.run.close()
-            finally:
-                self.finish()
-
-    def finish(self) -> None:
-        """Idempotent."""
-        self._stay.close()
-        self.run.recount()
-        self.is_over = True
-        self._news.set()
-
-    def cancel(self) -> None:
-        """It is ended early, though it may be over or never have begun."""
-        if self.record.is_running:
-            self._add(self.run.cancelled())
-
-    def _add(self, events: list[dict[str, Any]]) -> None:
-        if self.streams:
-            self.record.events += map(sse, events)
-        self._news.set()
-
-    async def follow(self, after: int) -> AsyncGenerator[bytes, None]:
-        """Events from number `after` + 1 on, those to come too."""
-        sent = after + 1
-        while True:
-            self._news.clear()
-            waiting = self.record.events[sent:]
-            if waiting:
-                sent += len(waiting)
-                yield b"".join(waiting)  # others may come meanwhile
-            elif self.is_over:
-                return
-            else:
-                await self._news.wait()
+            left = Left(
+                last.capsule,
+                prompt_tokens,
+                pack_tokens(self._drawn.tokens[:num_drawn]),
+                *(planned.asked or (prompt_tokens, len(planned.turns) - 1)),
+            )
+        return State.of(planned.head, (*planned.turns, self.writer.answer()), left)

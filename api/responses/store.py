@@ -1,23 +1,30 @@
-"""Stored responses, bounded: what a request needs that goes on from one."""
+"""Stored responses: their one form, and the bucket that has those of all gateways."""
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from heapq import nsmallest
-from typing import Any, Final, NamedTuple
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Final
 
 import msgspec
 
-from mallee.api.text.conversation import Conversation, Message
-from mallee.protocol.errors import NotFound
-from mallee.protocol.hashing import Tokens
+from mallee.api.entry.pages import Paging
+from mallee.api.responses.writing import failed, is_over
+from mallee.api.text.conversation import Conversation, Function, Message
+from mallee.gateway.peers import Peers
+from mallee.gateway.store.copies import CopiedBucket
+from mallee.gateway.store.store import Entry, OtherLayout, Store, StoreAway
+from mallee.protocol.api.responses import ResponseSummary
+from mallee.protocol.errors import InvalidParameter, NotFound, Unavailable
 from mallee.protocol.ids import CapsuleId, Scope
 from mallee.runtime.config import ResponsesSettings
 
-TURN_NBYTES: Final = 500
-RECORD_NBYTES: Final = 2000
-MESSAGE_NBYTES: Final = 300
-_encoder: Final = msgspec.json.Encoder()
+ID_PREFIX: Final = "resp_"
+COPIES_NBYTES: Final = 64 << 20  # of responses, and of conversations
+_LAYOUT: Final = 1
+_SUMMARY: Final = "summary"
+_EVENTS_LAYOUT: Final = 1
+
+Turns = tuple[tuple[Message, ...], ...]
 
 
 class UnknownResponse(NotFound):
@@ -33,200 +40,182 @@ class UnknownResponse(NotFound):
         )
 
 
-def num_chars(value: Any) -> int:
-    """Of its JSON."""
-    return len(_encoder.encode(value))
+class Left(msgspec.Struct, frozen=True, array_like=True):
+    """A capsule after an answer: `prompt_tokens` of a prompt, then those `drawn`, as `pack_tokens` has them.
 
-
-class Turn:
-    """Messages after those of `parent`. Counted by its store while a record or a later turn is there."""
-
-    __slots__ = ("messages", "nbytes", "num_users", "parent")
-
-    def __init__(self, parent: "Turn | None", messages: tuple[Message, ...]) -> None:
-        self.parent = parent
-        self.messages = messages
-        self.num_users = 0
-        self.nbytes = TURN_NBYTES + sum(map(_nbytes, messages))
-
-    def path(self) -> "Iterator[Turn]":
-        """It and those before it, the last first."""
-        turn: Turn | None = self
-        while turn is not None:
-            yield turn
-            turn = turn.parent
-
-    def conversation(self) -> list[Message]:
-        """All messages, from the first on."""
-        turns = [*self.path()][::-1]
-        return [message for turn in turns for message in turn.messages]
-
-
-def _nbytes(message: Message) -> int:
-    nbytes = MESSAGE_NBYTES + len(message.text) + len(message.reasoning)
-    for call in message.tool_calls:
-        nbytes += len(call.arguments) + MESSAGE_NBYTES
-    return nbytes
-
-
-@dataclass(slots=True)
-class Left:
-    """The state after an answer: a capsule whose first `prompt_tokens` are its prompt, `drawn` the rest.
-
-    `asked`: tokens of the prompt that ended with the last question of a user, of which `turn` is the turn.
+    The first `asked_tokens` of the prompt end with the last question of a user, in turn `asked_turn`.
     """
 
     capsule: CapsuleId
     prompt_tokens: int
-    drawn: Tokens
-    asked: tuple[int, Turn]
-
-
-@dataclass(slots=True)
-class Record:
-    """A response. `head`: its instructions, functions and variables; `turn`: up to its answer.
-
-    Or a conversation: `items` are all of it, the other fields those of its last answer, which follow from the
-    first `num_covered` items.
-    """
-
-    id: str
-    scope: Scope
-    body: dict[str, Any]
-    items: list[dict[str, Any]]
-    head: Conversation
-    turn: Turn | None = None
-    left: Left | None = None
-    num_chars: int = 0  # of body and items
-    events: list[bytes] = field(default_factory=list)
-    is_running: bool = False
-    is_copy: bool = False  # another gateway made it, and has its events
-    num_covered: int = 0
-
-    def measure(self) -> None:
-        """Count body and items as they are now."""
-        self.num_chars = num_chars(self.body) + num_chars(self.items)
+    drawn: bytes
+    asked_tokens: int
+    asked_turn: int
 
     @property
-    def nbytes(self) -> int:
-        drawn = 0 if self.left is None else self.left.drawn.nbytes
-        return RECORD_NBYTES + 2 * self.num_chars + drawn + sum(map(len, self.events))
+    def num_tokens(self) -> int:
+        """All of the capsule's."""
+        return self.prompt_tokens + len(self.drawn) // 4
 
 
-class _Kept(NamedTuple):
-    """A record as it was counted."""
+class State(msgspec.Struct, frozen=True, array_like=True):
+    """A conversation up to an answer, which is its last turn, and what that has left."""
 
-    record: Record
-    used: float
-    nbytes: int
-    turn: Turn | None
+    system: tuple[Message, ...]
+    functions: tuple[Function, ...]
+    variables: dict[str, Any]
+    turns: Turns
+    left: Left | None = None
+
+    def __post_init__(self) -> None:
+        left, num_asked = self.left, len(self.turns) - 1  # without the answer
+        if left is not None and not 0 <= left.asked_turn < num_asked:
+            raise ValueError(f"turn {left.asked_turn} of {num_asked}")
+        if left is not None and len(left.drawn) % 4:
+            raise ValueError(f"{len(left.drawn)} bytes of tokens")
+
+    @classmethod
+    def of(cls, head: Conversation, turns: Turns, left: Left | None) -> "State":
+        """`head`: instructions, functions and variables."""
+        functions = tuple(head.functions)
+        return cls(tuple(head.messages), functions, dict(head.variables), turns, left)
+
+    @property
+    def head(self) -> Conversation:
+        return Conversation(self.system, self.functions, self.variables)
 
 
-class ResponseStore:
-    """Responses of one gateway. Belongs to its event loop; `clock` gives seconds.
+class Record(msgspec.Struct, frozen=True, array_like=True):
+    """A response; `items` are those of its own input, `gateway` is where it runs or ran.
 
-    Beyond its bounds, and `ttl_s` after their last use, responses are forgotten, those that run excepted.
+    `num_events`: before its last one, of one whose events are stored, once it is over. Without a `state`
+    it can't be gone on from.
     """
 
-    def __init__(self, settings: ResponsesSettings, clock: Callable[[], float]) -> None:
-        self._settings = settings
-        self._clock = clock
-        self._records: OrderedDict[str, _Kept] = OrderedDict()
-        self._of_scope: dict[Scope, set[str]] = {}
-        self.nbytes = 0
+    body: dict[str, Any]
+    items: list[dict[str, Any]]
+    gateway: str
+    num_events: int | None = None
+    state: State | None = None
 
-    def __len__(self) -> int:
-        return len(self._records)
+    @property
+    def id(self) -> str:
+        name: str = self.body["id"]
+        return name
 
-    def keep(self, record: Record) -> None:
-        """Remember `record` as it is now."""
-        self._drop(record.id)
-        if record.turn is not None:
-            self._use(record.turn)
-        nbytes = record.nbytes
-        self.nbytes += nbytes
-        self._records[record.id] = _Kept(record, self._clock(), nbytes, record.turn)
-        self._of_scope.setdefault(record.scope, set()).add(record.id)
-        self._shrink()
+    @property
+    def is_over(self) -> bool:
+        return is_over(self.body)
 
-    def recount(self, record: Record) -> None:
-        """Count `record` as it is now, if it is still remembered."""
-        if record.id in self._records:
-            self.keep(record)
 
-    def get(self, name: str, scope: Scope, param: str | None = None) -> Record:
-        """Raises UnknownResponse, alike for one of another scope."""
-        self._shrink()
-        found = self._records.get(name)
-        if found is None or found.record.scope != scope:
-            raise UnknownResponse(name, param)
-        self._records[name] = found._replace(used=self._clock())
-        self._records.move_to_end(name)
-        return found.record
+class StoredResponses:
+    """The responses of all gateways, and the events of those that are streamed in the background.
 
-    def page(self, scope: Scope, prefix: str, after: str, most: int) -> list[Record]:
-        """The first `most` of `scope` whose ids begin with `prefix` and come after `after`, by id.
+    `runs(name)`: whether this gateway runs a response.
+    """
 
-        It is no use of them. O(records of `scope`).
+    def __init__(
+        self,
+        store: Store,
+        peers: Peers,
+        settings: ResponsesSettings,
+        *,
+        runs: Callable[[str], bool],
+    ) -> None:
+        bounds: Any = {"ttl_s": settings.ttl_s, "max_nbytes": settings.max_mib << 20}
+        whole = store.bucket("responses", Record, version=_LAYOUT, is_json=True, **bounds)
+        self._whole = CopiedBucket(whole, COPIES_NBYTES)
+        # Below a response, so that a list need not read them whole: of one that is over, which stays so.
+        self._summaries = store.bucket("responses", ResponseSummary, version=_LAYOUT, **bounds)
+        self.events: Final = store.bucket("events", list[bytes], version=_EVENTS_LAYOUT, **bounds)
+        self._store = store
+        self._peers = peers
+        self._runs = runs
+
+    def check_up(self) -> None:
+        """Raises StoreAway, before something is begun that would be lost."""
+        if not self._store.is_up:
+            raise StoreAway("the broker is away")
+
+    async def find(self, name: str, scope: Scope, param: str | None = None) -> Entry[Record]:
+        """The response as it is now; one whose gateway is gone has failed.
+
+        Raises UnknownResponse, StoreAway.
         """
-        self._shrink()
-        names = self._of_scope.get(scope, ())
-        later = (name for name in names if name.startswith(prefix) and name > after)
-        return [self._records[name].record for name in nsmallest(most, later)]
+        entry = await self._whole.get(scope, name) if name.startswith(ID_PREFIX) else None
+        if entry is not None and self._is_lost(entry.value):
+            await self._give_up(scope, entry)
+            entry = await self._whole.get(scope, name)
+        if entry is None:
+            raise UnknownResponse(name, param)
+        return entry
 
-    def forget(self, record: Record) -> None:
-        self._drop(record.id)
+    async def put(self, scope: Scope, record: Record, *, at: int | None = None) -> int | None:
+        """As `Bucket.put`, or its revision if it was put though that seemed to fail."""
+        revision = await self._whole.put(scope, record.id, record, at=at)
+        if revision is None:
+            entry = None
+            with suppress(OtherLayout):
+                entry = await self._whole.get(scope, record.id)
+            if entry is None or entry.value.body["status"] != record.body["status"]:
+                return None
+            revision = entry.revision
+        if record.is_over:
+            summary = msgspec.convert(record.body, ResponseSummary)
+            self._summaries.append_soon(scope, record.id, _SUMMARY, summary)
+        return revision
 
-    def check(self) -> None:
-        """Raises AssertionError unless bytes and users follow from the records."""
-        users: dict[int, int] = {}
-        turns: dict[int, Turn] = {}
-        fresh = [kept.turn for kept in self._records.values() if kept.turn is not None]
-        while fresh:
-            turn = fresh.pop()
-            turns[id(turn)] = turn
-            users[id(turn)] = users.get(id(turn), 0) + 1
-            if users[id(turn)] == 1 and turn.parent is not None:
-                fresh.append(turn.parent)
-        assert all(turns[key].num_users == n for key, n in users.items()), "users differ"
-        own = sum(kept.nbytes for kept in self._records.values())
-        names = {name for each in self._of_scope.values() for name in each}
-        assert names == self._records.keys(), "names differ"
-        assert all(self._of_scope.values()), "a scope has nothing"
-        assert self.nbytes == own + sum(turn.nbytes for turn in turns.values()), "bytes differ"
+    async def append(self, scope: Scope, name: str, number: int, events: list[bytes]) -> None:
+        """Store events, of which the first has a `number`. Raises StoreAway, StoreFull."""
+        await self.events.append(scope, name, f"{number:09}", events)
 
-    def _shrink(self) -> None:
-        most, oldest = self._settings.max_mib << 20, self._clock() - self._settings.ttl_s
-        while self._records:
-            is_over = len(self) > self._settings.max_count or self.nbytes > most
-            # Of those that run there are few, and they stay.
-            ended = (each for each in self._records.values() if not each.record.is_running)
-            kept = next(ended, None)
-            if kept is None or not (is_over or kept.used < oldest):
-                return
-            self._drop(kept.record.id)
+    async def events_of(self, scope: Scope, record: Record) -> list[bytes]:
+        """Those of a response that is over, without the last. Raises InvalidParameter: not all are there."""
+        found: list[bytes] = []
+        for below, batch in sorted((await self.events.all_below(scope, record.id)).items()):
+            if int(below) <= len(found):
+                found += batch[len(found) - int(below) :]
+        if len(found) < (record.num_events or 0):
+            raise InvalidParameter(
+                "stream", True, "its events are not stored any more; leave it out"
+            )
+        return found[: record.num_events]
 
-    def _drop(self, name: str) -> None:
-        found = self._records.pop(name, None)
-        if found is not None:
-            self.nbytes -= found.nbytes
-            names = self._of_scope[found.record.scope]
-            names.discard(name)
-            if not names:
-                del self._of_scope[found.record.scope]
-            if found.turn is not None:
-                self._leave(found.turn)
+    async def delete(self, scope: Scope, name: str) -> None:
+        """Returns once it is gone everywhere. Raises StoreAway."""
+        await self._whole.delete(scope, name)
+        await self.events.delete(scope, name)
 
-    def _use(self, turn: Turn) -> None:
-        for step in turn.path():
-            step.num_users += 1
-            if step.num_users > 1:
-                return
-            self.nbytes += step.nbytes
+    async def page(self, scope: Scope, paging: Paging) -> list[ResponseSummary]:
+        """The first `paging.most` of `scope`. Raises StoreAway."""
+        names = [name for name in await self._whole.bucket.names(scope) if name > paging.after]
+        found = await asyncio.gather(*(self._summary(scope, n) for n in names[: paging.most]))
+        return [each for each in found if each is not None]
 
-    def _leave(self, turn: Turn) -> None:
-        for step in turn.path():
-            step.num_users -= 1
-            if step.num_users:
-                return
-            self.nbytes -= step.nbytes
+    async def _summary(self, scope: Scope, name: str) -> ResponseSummary | None:
+        summary = await self._summaries.get_below(scope, name, _SUMMARY)
+        if summary is not None:
+            return summary
+        try:
+            entry = await self.find(name, scope)
+        except UnknownResponse:
+            return None
+        return msgspec.convert(entry.value.body, ResponseSummary)
+
+    def _is_lost(self, record: Record) -> bool:
+        """Whether it runs nowhere, though it is not over."""
+        if record.is_over:
+            return False
+        if record.gateway == self._peers.gateway:
+            return not self._runs(record.id)
+        return self._peers.is_gone(record.gateway)
+
+    async def _give_up(self, scope: Scope, entry: Entry[Record]) -> None:
+        """End a response that runs nowhere, unless it has been ended since."""
+        record, num_events = entry.value, None
+        if record.num_events is not None:
+            known = msgspec.structs.replace(record, num_events=None)
+            num_events = len(await self.events_of(scope, known))
+        error = Unavailable("the gateway that ran this response is gone; send the request again")
+        ended = Record(failed(record.body, error), record.items, record.gateway, num_events)
+        await self.put(scope, ended, at=entry.revision)

@@ -18,7 +18,7 @@ from mallee.api.jobs import JobMaker, Plan, Start
 from mallee.api.prompts import PromptReader, RenderedPrompt
 from mallee.api.responses.items import messages_of, read_input, renamed
 from mallee.api.responses.requests import chat_request, check, effort_of, output_of
-from mallee.api.responses.store import Left, Record, Turn
+from mallee.api.responses.store import Left, State, Turns
 from mallee.api.responses.tools import declared, placed
 from mallee.api.text.conversation import Conversation, Message, read_functions
 from mallee.api.text.specials import Rendering
@@ -27,6 +27,7 @@ from mallee.protocol.api.responses import ResponseRequest
 from mallee.protocol.errors import InvalidParameter
 from mallee.protocol.hashing import Tokens
 from mallee.protocol.ids import Scope
+from mallee.protocol.messages import unpack_tokens
 from mallee.router.dispatch.jobs import QueueTerms
 
 How: TypeAlias = Literal["new", "capsule", "rewritten", "whole"]
@@ -34,15 +35,18 @@ SHOWN_CHARS: Final = 256  # at either end of a long text that is rendered only t
 
 
 class PlannedTurn(NamedTuple):
-    """One request, ready to start. `asked`: see `Left`; None: this prompt is it."""
+    """One request, ready to start; the last of `turns` is its own.
+
+    `asked`: tokens and turn, as in `Left`; None: this prompt is it.
+    """
 
     plan: Plan
     items: list[dict[str, Any]]
     head: Conversation
-    turn: Turn
+    turns: Turns
     how: How
     new_tokens: int
-    asked: tuple[int, Turn] | None
+    asked: tuple[int, int] | None
 
 
 class _Rest(NamedTuple):
@@ -64,7 +68,7 @@ class TurnMaker:
         body: ResponseRequest,
         scope: Scope,
         terms: QueueTerms,
-        previous: Record | None,
+        previous: State | None,
         *,
         has_capsule: bool,
         pending: Sequence[dict[str, Any]] = (),
@@ -81,19 +85,18 @@ class TurnMaker:
         items, messages = read_input(body.input)
         if pending:
             messages = messages_of([*pending, *items], "input")
-        parent = previous.turn if previous is not None else None
-        turn = Turn(parent, tuple(messages))
+        turns = (*(() if previous is None else previous.turns), tuple(messages))
         head = self._head(body)
         rest = None
         left = previous.left if previous is not None and has_capsule else None
         # Instructions or tools that changed stand at the beginning of it all.
         if previous is not None and left is not None and head == previous.head:
-            rest = self._rest(previous, left, turn, scope)
+            rest = self._rest(previous, left, messages, scope)
         if rest is not None:
-            found = self._conversation(head, turn.messages)
+            found = self._conversation(head, messages)
             chat = self._chat.begun(request, found, rest.prompt, output)
             plan = self._planned(request, chat, scope, terms, rest.start)
-            asked = None if left is None else left.asked
+            asked = None if left is None else (left.asked_tokens, left.asked_turn)
             is_question = any(message.role == "user" for message in messages)
             if is_question or (asked is not None and asked[0] > rest.start.num_tokens):
                 asked = None
@@ -101,12 +104,12 @@ class TurnMaker:
                 plan=plan,
                 items=items,
                 head=head,
-                turn=turn,
+                turns=turns,
                 how=rest.how,
                 new_tokens=len(rest.prompt.tokens),
                 asked=asked,
             )
-        found = self._conversation(head, turn.conversation())
+        found = self._conversation(head, _joined(turns))
         prompt = self._reader.conversation(found, scope, add_generation_prompt=True)
         chat = self._chat.begun(request, found, prompt, output)
         plan = self._planned(request, chat, scope, terms, None)
@@ -115,7 +118,7 @@ class TurnMaker:
             plan=plan,
             items=items,
             head=head,
-            turn=turn,
+            turns=turns,
             how=how,
             new_tokens=len(prompt.tokens),
             asked=None,
@@ -152,39 +155,34 @@ class TurnMaker:
             )
         return Conversation((*head.messages, *messages), head.functions, head.variables)
 
-    def _rest(self, previous: Record, left: Left, turn: Turn, scope: Scope) -> _Rest | None:
+    def _rest(
+        self, previous: State, left: Left, messages: Sequence[Message], scope: Scope
+    ) -> _Rest | None:
         """The tokens after an anchor of `previous`; None: the template rewrites it all."""
-        answer = previous.turn
-        assert answer is not None
-        assert answer.parent is not None, "an answer follows a prompt"
+        *before, answer = previous.turns
+        assert before, "an answer follows a prompt"
         head = _shortened_head(previous.head)
-        asked_tokens, asked = left.asked
-        base = [_shortened(each) for each in _since_question(asked)]
-        between: list[Message] = []
-        for step in answer.parent.path():
-            if step is asked:
-                break
-            between[:0] = step.messages
-        whole = self._rendered(
-            head, [*base, *between, *answer.messages, *turn.messages], generates=True
-        )
+        num_asked = left.asked_turn + 1
+        base = [_shortened(each) for each in _since_question(before[:num_asked])]
+        between = _joined(before[num_asked:])
+        whole = self._rendered(head, [*base, *between, *answer, *messages], generates=True)
         anchors = [(left.prompt_tokens, between)]
-        if asked is not answer.parent:
-            anchors.append((asked_tokens, []))
+        if num_asked < len(before):
+            anchors.append((left.asked_tokens, []))
         for num_tokens, more in anchors:
             for generates in (True, False):
-                before = self._rendered(head, [*base, *more], generates=True)
-                begin, at = before, num_tokens
+                begun = self._rendered(head, [*base, *more], generates=True)
+                begin, at = begun, num_tokens
                 if not generates:
                     begin = self._rendered(head, [*base, *more], generates=False)
-                    if not before.text.startswith(begin.text):
+                    if not begun.text.startswith(begin.text):
                         continue
-                    at -= len(self._reader.rest(before, len(begin.text), scope).tokens)
+                    at -= len(self._reader.rest(begun, len(begin.text), scope).tokens)
                 if not whole.text.startswith(begin.text):
                     continue
                 prompt = self._reader.rest(whole, len(begin.text), scope)
                 is_last = generates and num_tokens == left.prompt_tokens
-                return _after(left, at, prompt, left.drawn if is_last else None)
+                return _after(left, at, prompt, is_last=is_last)
         return None
 
     def _rendered(
@@ -194,11 +192,17 @@ class TurnMaker:
         return self._reader.rendering(found, add_generation_prompt=generates)
 
 
-def _after(left: Left, at: int, prompt: RenderedPrompt, drawn: Tokens | None) -> _Rest:
-    """`prompt` after `at` tokens of a capsule, without those of its beginning that were drawn there."""
-    total = left.prompt_tokens + len(left.drawn)
-    num = 0 if drawn is None else _num_alike(drawn, prompt.tokens)
-    start = Start(left.capsule, at + num, is_cut=at + num < total)
+def _joined(turns: Sequence[Sequence[Message]]) -> list[Message]:
+    return [message for turn in turns for message in turn]
+
+
+def _after(left: Left, at: int, prompt: RenderedPrompt, *, is_last: bool) -> _Rest:
+    """`prompt` after `at` tokens of a capsule.
+
+    `is_last`: what was drawn begins there, and goes on as far as the prompt begins with it.
+    """
+    num = _num_alike(unpack_tokens(left.drawn), prompt.tokens) if is_last else 0
+    start = Start(left.capsule, at + num, is_cut=at + num < left.num_tokens)
     rest = prompt._replace(tokens=prompt.tokens[num:])
     return _Rest(start, rest, "rewritten" if start.is_cut else "capsule")
 
@@ -209,15 +213,13 @@ def _num_alike(drawn: Tokens, tokens: Tokens) -> int:
     return int(differ[0]) if len(differ) else num
 
 
-def _since_question(turn: Turn) -> list[Message]:
+def _since_question(turns: Sequence[Sequence[Message]]) -> list[Message]:
     """The messages from a user's last one on, or all."""
-    found: list[Message] = []
-    for step in turn.path():
-        found[:0] = step.messages
-        for i in range(len(step.messages) - 1, -1, -1):
-            if step.messages[i].role == "user":
-                return found[i:]
-    return found
+    messages = _joined(turns)
+    for i in range(len(messages) - 1, -1, -1):
+        if messages[i].role == "user":
+            return messages[i:]
+    return messages
 
 
 def _shortened_head(head: Conversation) -> Conversation:

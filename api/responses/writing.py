@@ -40,6 +40,23 @@ _ENDS: Final = {
 _encoder = msgspec.json.Encoder()
 
 
+def is_over(body: dict[str, Any]) -> bool:
+    return body["status"] not in ("queued", "in_progress")
+
+
+def failed(body: dict[str, Any], error: MalleeError) -> dict[str, Any]:
+    """The body of a response that ends by `error`."""
+    code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+    return {**body, "status": "failed", "error": {"code": code, "message": error.client_message}}
+
+
+def ending(body: dict[str, Any], number: int) -> dict[str, Any]:
+    """The last event of a response, which is over and had `number` others."""
+    status = body["status"]
+    kind = "incomplete" if status == "cancelled" else status
+    return {"type": f"response.{kind}", "sequence_number": number, "response": body}
+
+
 def sse(body: dict[str, Any]) -> bytes:
     """One event of a stream, which is named by its type."""
     kind: str = body["type"]
@@ -121,6 +138,16 @@ class Writer:
         self._uncounted = self.reasoning_tokens = 0
 
     @property
+    def num_events(self) -> int:
+        """Up to now."""
+        return self._number
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """The body as it is now."""
+        return {**self.body, "output": [*self.output]}
+
+    @property
     def output(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = self.body["output"]
         return found
@@ -157,10 +184,8 @@ class Writer:
         is_whole = _ENDS.get(last.finish or "stop") == "completed"
         return [*events, *self._close("completed" if is_whole else "incomplete")]
 
-    def end(
-        self, last: TextDelta, usage: UsageCounter, more: dict[str, Any], now: int
-    ) -> list[dict[str, Any]]:
-        """The last event, after `finish`; it has the whole body."""
+    def end(self, last: TextDelta, usage: UsageCounter, more: dict[str, Any], now: int) -> None:
+        """Have the body say how it ended, after `finish`."""
         status = _ENDS.get(last.finish or "stop", "failed")
         self._settle(status, usage)
         self.body["mallee"] = {
@@ -174,20 +199,24 @@ class Writer:
         if status == "incomplete":
             # OpenAI's only word for an answer that was to be no longer; `ended_by` has ours.
             self.body["incomplete_details"] = {"reason": "max_output_tokens"}
-        named = "incomplete" if status == "cancelled" else status
-        return [self._about(f"response.{named}")]
 
     def fail(self, error: MalleeError, usage: UsageCounter | None) -> list[dict[str, Any]]:
+        """The events of an end by `error`, without the last."""
         events = self._close("incomplete")
         self._settle("failed", usage)
-        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
-        self.body["error"] = {"code": code, "message": error.client_message}
-        return [*events, self._about("response.failed")]
+        self.body = failed(self.body, error)
+        return events
 
     def cancel(self, usage: UsageCounter | None) -> list[dict[str, Any]]:
+        """The events of an end by its client, without the last."""
         events = self._close("incomplete")
         self._settle("cancelled", usage)
-        return [*events, self._about("response.incomplete")]
+        return events
+
+    def not_stored(self, error: MalleeError) -> None:
+        """Have the body say that it is not stored, though it was to be."""
+        more = {**self.body.get("mallee", {}), "not_stored": error.client_message}
+        self.body |= {"store": False, "mallee": more}
 
     def answer(self) -> tuple[Message, ...]:
         """The messages that the output is."""
@@ -250,7 +279,7 @@ class Writer:
         return {"type": kind, "sequence_number": self._number - 1, **fields}
 
     def _about(self, kind: str) -> dict[str, Any]:
-        return self._event(kind, response={**self.body, "output": [*self.output]})
+        return self._event(kind, response=self.shown)
 
     def _id(self, prefix: str) -> str:
         seed = f"{self.body['id']}.{len(self.output)}"

@@ -35,6 +35,9 @@ class SessionNames(NamedTuple):
     is_final: bool = False
 
 
+NO_SESSION: Final = SessionNames()
+
+
 class _Kind(NamedTuple):
     """Headers of one kind of client. An agent's session is one of its own, below that of its parent agent."""
 
@@ -68,7 +71,7 @@ KINDS: Final = (
     _Kind("x-session-affinity"),
     _Kind("x-smg-routing-key"),
 )
-_HEADERS: Final = {
+SESSION_HEADERS: Final = {
     name.encode() for name in (FINAL_HEADER, *(n for kind in KINDS for n in kind if n))
 }
 
@@ -82,7 +85,7 @@ def read_session(request: AnyRequest, headers: Headers) -> SessionNames:
         check_session(parent, "mallee.parent_session")
         check_session(request.session_id, "session_id")
     is_final = own.session_final
-    if not _HEADERS.isdisjoint(name for name, _ in headers.raw):
+    if not SESSION_HEADERS.isdisjoint(name for name, _ in headers.raw):
         if not session:
             found = (kind.read(headers) for kind in KINDS)
             session, above = next((each for each in found if each[0]), ("", ""))

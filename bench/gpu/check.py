@@ -18,7 +18,7 @@ from bench.gpu.targets import TARGETS, Row, row
 from bench.gpu.versions import versions
 from mallee.actors.hosting.memory import memory_use
 from mallee.cli.profile.command import wait_of
-from mallee.cli.profile.measure import Profiler, Sweep
+from mallee.mocker.measure import Profiler, Sweep
 from mallee.worker.memory.budget import DeviceMemory, Room
 from mallee.worker.memory.device import host_memory, probe
 from mallee.worker.model.backend import choose_backend

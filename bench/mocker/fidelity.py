@@ -49,7 +49,7 @@ class CpuClock:
 
 def of_engine(args: argparse.Namespace) -> dict[str, Any]:
     """Profile, run, predict, compare."""
-    from mallee.cli.profile.measure import Profiler, Sweep, warm_up
+    from mallee.mocker.measure import Profiler, Sweep, warm_up
     from mallee.worker.model.loading.source import resolve_model
     from mallee.worker.model.runner import load
 

@@ -23,7 +23,8 @@ from rich.table import Table
 
 from mallee.cli.demo.search import search_table, searched, verdict
 from mallee.cli.demo.text import DOCUMENT, QUESTIONS
-from mallee.cli.options import JsonOption, ModelOption, fail, print_json, require_serve_extra
+from mallee.cli.options import JsonOption, ModelOption, require_serve_extra
+from mallee.cli.output import fail, grid, print_json
 from mallee.cli.serving.signals import catch_signals, until_interrupted
 from mallee.protocol.errors import ModelNotFound
 
@@ -34,10 +35,6 @@ WIDE = 135
 TRAINING = Path(__file__).resolve().parents[2] / "examples" / "train_tiny_hybrid.py"
 ENDINGS = 3  # of one answer, that is gone back into
 SYSTEM = "You answer questions about a text, briefly and from the text alone.\n\n" + DOCUMENT
-
-
-def add_to(cli: typer.Typer) -> None:
-    cli.command()(demo)
 
 
 def demo(
@@ -266,25 +263,18 @@ def _half(
 
 
 def _table(fork: dict[str, Any], plain: dict[str, Any], labels: Sequence[str]) -> Table:
+    first = "#" if len(labels[0]) == 1 else "question"
+    columns = ("worker", "cached", "computed", "TTFT ms")
+    head = (first, *(f"{half}\n{name}" for half in ("fork", "plain") for name in columns))
+    rows = zip(labels, map(_cells, fork["branches"]), map(_cells, plain["branches"]), strict=True)
     title = "the same five questions, forked and plain"
-    table = Table(title=title, title_justify="left", padding=(0, 0), collapse_padding=True)
-    table.add_column("#" if len(labels[0]) == 1 else "question", no_wrap=True)
-    for half in ("fork", "plain"):
-        for column in ("worker", "cached", "computed", "TTFT ms"):
-            table.add_column(f"{half}\n{column}", justify="right", no_wrap=True)
-    for question, *pair in zip(labels, fork["branches"], plain["branches"], strict=True):
-        cells = [
-            cell
-            for branch in pair
-            for cell in (
-                branch["worker"],
-                str(branch["cached_tokens"]),
-                str(branch["prefill_tokens"]),
-                f"{branch['ttft_ms']:.0f}",
-            )
-        ]
-        table.add_row(question, *cells)
-    return table
+    cells = ((label, *forked, *alone) for label, forked, alone in rows)
+    return grid(head, cells, right=head[1:], whole=head, title=title, title_justify="left")
+
+
+def _cells(branch: dict[str, Any]) -> tuple[str, ...]:
+    counts = (str(branch["cached_tokens"]), str(branch["prefill_tokens"]))
+    return (branch["worker"], *counts, f"{branch['ttft_ms']:.0f}")
 
 
 def _summary(fork: dict[str, Any], plain: dict[str, Any], rewind: dict[str, Any]) -> str:

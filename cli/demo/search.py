@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from rich.table import Table
 
+from mallee.cli.output import grid
+
 if TYPE_CHECKING:
     from mallee.client import Mallee
 
@@ -47,15 +49,13 @@ def _asked(client: "Mallee", body: dict[str, Any]) -> dict[str, Any]:
 
 
 def search_table(ways: dict[str, Any]) -> Table:
-    title = f"the best answer of {ANSWER_TOKENS} tokens"
-    table = Table(title=title, title_justify="left", padding=(0, 0), collapse_padding=True)
-    table.add_column("way", no_wrap=True)
-    for column in ("tokens\ndrawn", "prompt tokens\ncomputed", "best\nscore", "\nseconds"):
-        table.add_column(column, justify="right", no_wrap=True)
+    numbers = ("tokens\ndrawn", "prompt tokens\ncomputed", "best\nscore", "\nseconds")
+    rows = []
     for name, way in ways.items():
         counts = (str(way["drawn"]), str(way["prefill_tokens"]))
-        table.add_row(name, *counts, f"{way['score']:.3f}", f"{way['total_ms'] / 1000:.1f}")
-    return table
+        rows.append((name, *counts, f"{way['score']:.3f}", f"{way['total_ms'] / 1000:.1f}"))
+    head, title = ("way", *numbers), f"the best answer of {ANSWER_TOKENS} tokens"
+    return grid(head, rows, right=numbers, whole=head, title=title, title_justify="left")
 
 
 def verdict(ways: dict[str, Any]) -> str:

@@ -1,6 +1,5 @@
 """`mallee doctor`: what this machine lacks to serve, each with its remedy."""
 
-import importlib.metadata
 import os
 import platform
 import resource
@@ -13,12 +12,12 @@ from pathlib import Path
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from mallee import __version__
-from mallee.cli.options import COMPUTING_PACKAGES, SERVING_PACKAGES, JsonOption, print_json
+from mallee.cli.options import COMPUTING_PACKAGES, SERVING_PACKAGES, JsonOption, version_of
+from mallee.cli.output import answer, grid
 from mallee.cli.remote.service import DEFAULT_URL, UrlOption, open_client
 from mallee.client import ConnectionFailed, InvalidParameter
 from mallee.protocol.errors import ConfigError
@@ -42,10 +41,6 @@ class Finding(NamedTuple):
     remedy: str = ""
 
 
-def add_to(cli: typer.Typer) -> None:
-    cli.command()(doctor)
-
-
 def doctor(
     url: UrlOption = DEFAULT_URL,
     as_json: JsonOption = False,
@@ -56,23 +51,18 @@ def doctor(
     """
     findings = list(examine(url))
     faults = sum(each.verdict == "fault" for each in findings)
-    if as_json:
-        body = {"faults": faults, "findings": [each._asdict() for each in findings]}
-        print_json(body)
-    else:
-        show(Console(highlight=False), findings)
+    body = {"faults": faults, "findings": [each._asdict() for each in findings]}
+    answer(body, table(findings), as_json=as_json)
     if faults:
         raise typer.Exit(1)
 
 
-def show(console: Console, findings: list[Finding]) -> None:
-    table = Table(box=None, pad_edge=False, show_header=False)
-    for _ in range(3):
-        table.add_column()
+def table(findings: list[Finding]) -> Table:
+    rows = []
     for each in findings:
         told = escape(each.found) + (f"\n[bold]{escape(each.remedy)}[/]" if each.remedy else "")
-        table.add_row(f"[{_LOOKS[each.verdict]}]{each.verdict}[/]", each.name, told)
-    console.print(table)
+        rows.append((f"[{_LOOKS[each.verdict]}]{each.verdict}[/]", each.name, told))
+    return grid(("verdict", "name", "finding"), rows, show_header=False)
 
 
 def examine(url: str) -> Iterator[Finding]:
@@ -115,13 +105,6 @@ def _packages(name: str, packages: dict[str, str], remedy: str, verdict: Verdict
     if missing:
         return Finding(name, verdict, f"{', '.join(missing)} not installed", remedy)
     return Finding(name, "ok", ", ".join(f"{each} {version}" for each, version in versions.items()))
-
-
-def version_of(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def nats_server() -> Finding:

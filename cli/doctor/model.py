@@ -8,20 +8,17 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from mallee.cli.options import JsonOption, print_json, require_serve_extra
+from mallee.cli.options import JsonOption, require_serve_extra
+from mallee.cli.output import grid, print_json
 from mallee.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mallee.cli.doctor.compare import Diagnosis, Difference
     from mallee.worker.model.config import ModelConfig
+    from mallee.worker.model.parity.compare import Diagnosis, Difference
 
 NUM_RANDOM_TOKENS = 24
 _BLOCK_SIZE = 16
 _SHOWN_KEYS = 8
-
-
-def add_to(cli: typer.Typer) -> None:
-    cli.command()(doctor_model)
 
 
 def doctor_model(
@@ -54,7 +51,6 @@ class Compared(NamedTuple):
     """A model that was compared; `products` are the routines that computed ours."""
 
     model: str
-    dtype: str
     diagnosis: "Diagnosis"
     products: str
 
@@ -63,9 +59,9 @@ def compare(
     console: Console, name: str, *, dtype: str, prompt: str | None, num_steps: int
 ) -> Compared:
     """Load the model twice and compute with both. Raises MalleeError."""
-    from mallee.cli.doctor.compare import examine, load_oracle
     from mallee.worker.model.loading.config_json import read_config
     from mallee.worker.model.loading.source import resolve_model
+    from mallee.worker.model.parity.compare import examine, load_oracle
     from mallee.worker.model.runner import load, resolve_dtype
 
     folder = resolve_model(name)
@@ -91,7 +87,7 @@ def compare(
         oracle = load_oracle(folder, dtype)
     with console.status("computing ..."):
         diagnosis = examine(forward, oracle, tokens, num_steps=num_steps)
-    return Compared(name, dtype, diagnosis, forward.decoder.weights.products)
+    return Compared(name, diagnosis, forward.decoder.weights.products)
 
 
 def show(console: Console, compared: Compared, num_layers: int | None) -> None:
@@ -99,7 +95,7 @@ def show(console: Console, compared: Compared, num_layers: int | None) -> None:
     console.print(_table(diagnosis, num_layers))
     console.print(f"products: {escape(compared.products)}")
     if diagnosis.first is None:
-        console.print(f"[green]agrees[/] with transformers in {compared.dtype}")
+        console.print(f"[green]agrees[/] with transformers in {diagnosis.dtype}")
         return
     console.print(f"[red]{escape(str(diagnosis.first))}[/]")
     if diagnosis.first.scores is not None:
@@ -109,27 +105,17 @@ def show(console: Console, compared: Compared, num_layers: int | None) -> None:
 def summary(compared: Compared) -> dict[str, Any]:
     """All sites and the first difference, JSON-able."""
     diagnosis = compared.diagnosis
-    first = diagnosis.first
+    first = {} if diagnosis.first is None else diagnosis.first._asdict()
+    first.pop("scores", None)
     return {
         "model": compared.model,
-        "dtype": compared.dtype,
+        "dtype": diagnosis.dtype,
         "products": compared.products,
         "prompt_tokens": diagnosis.num_prompt,
         "steps": len(diagnosis.tokens) - diagnosis.num_prompt,
-        "agrees": first is None,
-        "first_difference": None
-        if first is None
-        else {name: value for name, value in first._asdict().items() if name != "scores"},
-        "sites": [
-            {
-                "layer": row.layer,
-                "site": row.site,
-                "max_error": row.max_error,
-                "mean_error": row.mean_error,
-                "of_tolerance": row.excess,
-            }
-            for row in diagnosis.sites
-        ],
+        "agrees": diagnosis.first is None,
+        "first_difference": first or None,
+        "sites": [row._asdict() for row in diagnosis.sites],
     }
 
 
@@ -160,15 +146,15 @@ def _table(diagnosis: "Diagnosis", num_layers: int | None) -> Table:
         table.add_column(name, justify="right")
     for row in diagnosis.sites:
         is_hidden = num_layers is not None and row.layer is not None and row.layer >= num_layers
-        if is_hidden and row.excess <= 1:
+        if is_hidden and row.of_tolerance <= 1:
             continue
         table.add_row(
             "" if row.layer is None else str(row.layer),
             row.site,
             f"{row.max_error:.2e}",
             f"{row.mean_error:.2e}",
-            f"{row.excess:.0%}",
-            style="red" if row.excess > 1 else None,
+            f"{row.of_tolerance:.0%}",
+            style="red" if row.of_tolerance > 1 else None,
             end_section=row.site in ("embed", "output"),
         )
     return table
@@ -179,9 +165,8 @@ def _scores(first: "Difference", scores: tuple[list[float], list[float]]) -> Tab
     import numpy as np
 
     ours, theirs = (np.array(side) for side in scores)
-    table = Table(title=f"attention weights of layer {first.layer}, head {first.head}")
-    for name in ("key position", "ours", "transformers"):
-        table.add_column(name, justify="right")
-    for key in np.argsort(-np.abs(ours - theirs), kind="stable")[:_SHOWN_KEYS]:
-        table.add_row(str(key), f"{ours[key]:.4f}", f"{theirs[key]:.4f}")
-    return table
+    keys = np.argsort(-np.abs(ours - theirs), kind="stable")[:_SHOWN_KEYS]
+    rows = ((str(key), f"{ours[key]:.4f}", f"{theirs[key]:.4f}") for key in keys)
+    head = ("key position", "ours", "transformers")
+    title = f"attention weights of layer {first.layer}, head {first.head}"
+    return grid(head, rows, right=head, title=title)

@@ -2,10 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial, wraps
-from inspect import Parameter, signature
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -99,19 +98,3 @@ class FleetOptions:
             id_tokens=count("id-tokens", self.id_tokens),
             sessions_per_hour=self.sessions_per_hour,
         )
-
-
-def with_fleet_options(command: Callable[..., None]) -> Callable[..., None]:
-    """A command with the options of a fleet in place of its parameter `fleet`."""
-    own = signature(command)
-    fields = signature(FleetOptions).parameters
-
-    @wraps(command)
-    def run(**given: Any) -> None:
-        fleet = FleetOptions(**{name: given.pop(name) for name in fields})
-        command(**given, fleet=fleet)
-
-    parts = [each for name, each in own.parameters.items() if name != "fleet"]
-    parameters = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in (*parts, *fields.values())]
-    run.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return run

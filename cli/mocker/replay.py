@@ -1,15 +1,16 @@
 """`mallee replay`: a trace on a modelled fleet, in virtual time."""
 
 import sys
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
-from mallee.cli.mocker.fleet import FleetOptions, with_fleet_options
+from mallee.cli.mocker.fleet import FleetOptions
 from mallee.cli.options import (
     POLICIES,
     JsonOption,
@@ -20,29 +21,19 @@ from mallee.cli.options import (
     check_out,
     count,
     kv_tokens_of,
-    print_json,
-    say_written,
+    with_groups,
 )
+from mallee.cli.output import grid, print_json, say_written
 from mallee.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from mallee.mocker.replay.result import Result
     from mallee.mocker.tiers import TierConfig
 
-_TIMES = ("ttft_ms", "itl_ms", "e2e_ms", "queue_ms")
 
-
-def add_to(cli: typer.Typer) -> None:
-    """Add `replay` to `cli`."""
-    cli.command()(replay)
-
-
-@with_fleet_options
+@with_groups
 def replay(
     trace: TraceArgument,
-    fleet: FleetOptions,
     engines: Annotated[int, typer.Option(help="Workers, each with a cache of its own.")] = 4,
     policy: Annotated[str, typer.Option(help=POLICIES)] = "cost",
     kv_tokens: Annotated[
@@ -87,6 +78,8 @@ def replay(
         Path | None, typer.Option(help="File for requests.csv alone, a row for each request.")
     ] = None,
     as_json: JsonOption = False,
+    *,
+    fleet: FleetOptions,
 ) -> None:
     """Replay a trace on real routers and schedulers in front of modelled devices.
 
@@ -122,7 +115,7 @@ def replay(
     if csv is not None:
         check_file(csv)
     read = fleet.reading(trace, fleet.seed)
-    with _waiting():
+    with Console(stderr=True).status("replaying ..."):
         result = run(read(), config)
     _show(result, as_json=as_json)
     if as_json:
@@ -156,13 +149,6 @@ def _tiers(host_tokens: int, disk_tokens: int, token_nbytes: int) -> "TierConfig
     return TierConfig(host_tokens, disk_tokens, token_nbytes=token_nbytes)
 
 
-def _waiting() -> AbstractContextManager[Any]:
-    """A spinner, if stderr is a terminal."""
-    from rich.console import Console
-
-    return Console(stderr=True).status("replaying ...") if sys.stderr.isatty() else nullcontext()
-
-
 def _write(result: "Result", out: Path | None, csv: Path | None) -> None:
     from mallee.figures.replays.write import write_csv, write_report
 
@@ -174,8 +160,6 @@ def _write(result: "Result", out: Path | None, csv: Path | None) -> None:
 
 
 def _show(result: "Result", *, as_json: bool) -> None:
-    from rich.console import Console
-
     summary, conditions = result.summary, result.conditions
     console = Console(stderr=as_json, highlight=False)
     console.print(
@@ -185,35 +169,25 @@ def _show(result: "Result", *, as_json: bool) -> None:
     )
     console.print(_times(summary))
     console.print(_rest(summary))
-    if summary["errors"] or summary["lost"]:
-        for code, count in summary["errors"].items():
-            console.print(
-                f"[red]failed:[/] {count} with {code}; {escape(summary['reasons'][code])}"
-            )
-        if summary["lost"]:
-            why = "no worker was left to take them, or their steps never end"
-            console.print(f"[red]lost:[/] {summary['lost']} requests never ended: {why}")
+    for code, num in summary["errors"].items():
+        console.print(f"[red]failed:[/] {num} with {code}; {escape(summary['reasons'][code])}")
+    if summary["lost"]:
+        why = "no worker was left to take them, or their steps never end"
+        console.print(f"[red]lost:[/] {summary['lost']} requests never ended: {why}")
 
 
-def _times(summary: dict[str, Any]) -> "Table":
-    from rich.table import Table
-
-    table = Table("milliseconds", box=None, pad_edge=False)
-    for name in ("p50", "p90", "p99", "mean"):
-        table.add_column(name, justify="right")
-    for row in _TIMES:
-        values = summary[row]
-        shown = ["-" if values[k] is None else f"{values[k]:,.1f}" for k in values]
-        table.add_row(row.removesuffix("_ms").replace("_", " "), *shown)
-    return table
+def _times(summary: dict[str, Any]) -> Table:
+    rows = []
+    for name in ("ttft", "itl", "e2e", "queue"):
+        values = summary[f"{name}_ms"]
+        rows.append((name, *("-" if x is None else f"{x:,.1f}" for x in values.values())))
+    numbers = ("p50", "p90", "p99", "mean")
+    return grid(("milliseconds", *numbers), rows, right=numbers)
 
 
-def _rest(summary: dict[str, Any]) -> "Table":
-    from rich.table import Table
-
-    table = Table(box=None, show_header=False, pad_edge=False)
+def _rest(summary: dict[str, Any]) -> Table:
     used = summary["utilisation"]["mean"]
-    for name, value in (
+    rows = (
         ("hit rate", f"{summary['hit_rate']:.1%}"),
         ("prefix copies", f"{summary['prefix_copies']:.2f}"),
         ("goodput", f"{summary['goodput_per_s']:.2f} requests/s"),
@@ -226,6 +200,5 @@ def _rest(summary: dict[str, Any]) -> "Table":
             f"{summary['wall_s']:.2f} s ({summary['requests_per_s']:,.0f} requests/s)",
         ),
         ("digest", summary["digest"]),
-    ):
-        table.add_row(name, value)
-    return table
+    )
+    return grid(("figure", "value"), rows, show_header=False)

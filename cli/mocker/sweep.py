@@ -8,13 +8,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
+from platform import python_version
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
+from rich.console import Console
 from rich.markup import escape
 
-from mallee.cli.mocker.fleet import FleetOptions, with_fleet_options
+from mallee.cli.mocker.fleet import FleetOptions
 from mallee.cli.options import (
     DEFAULT_TIMING,
     POLICIES,
@@ -30,9 +33,9 @@ from mallee.cli.options import (
     command_of,
     count,
     kv_tokens_of,
-    print_json,
-    say_written,
+    with_groups,
 )
+from mallee.cli.output import grid, print_json, say_written
 from mallee.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,17 +48,10 @@ ProcessesOption: TypeAlias = Annotated[
 ]
 
 
-def add_to(cli: typer.Typer) -> None:
-    """Add `sweep` and `figures` to `cli`."""
-    cli.command()(sweep)
-    cli.command()(figures)
-
-
-@with_fleet_options
+@with_groups
 def sweep(
     ctx: typer.Context,
     trace: TraceArgument,
-    fleet: FleetOptions,
     engines: Annotated[str, typer.Option(help="Numbers of engines, with commas.")] = "2,4,8",
     policy: Annotated[str, typer.Option(help=f"With commas: {POLICIES}")] = "cost,round_robin",
     kv_tokens: Annotated[
@@ -78,6 +74,8 @@ def sweep(
         Path | None, typer.Option(help="Folder for sweep.html, .csv, .json and pareto.png.")
     ] = None,
     as_json: JsonOption = False,
+    *,
+    fleet: FleetOptions,
 ) -> None:
     """Replay a trace on every fleet of engines, policy and KV memory; print the undominated ones.
 
@@ -98,16 +96,16 @@ def sweep(
         if kv_tokens is None
         else _numbers("kv-tokens", kv_tokens)
     )
-    grid = Grid(_numbers("engines", engines), _words("policy", policy), rooms)
+    fleets = Grid(_numbers("engines", engines), _words("policy", policy), rooms)
     base = fleet.config()
     # Read here too: faults of the file show before a process starts.
     size = base.block_tokens(makes[tried[0]]().id_tokens)
     base.load_timing()
-    with _progress("replays", len(makes) * len(grid.configs(base, size))) as on_done:
+    with _progress("replays", len(makes) * len(fleets.configs(base, size))) as on_done:
         found = run(
             makes,
             base,
-            grid,
+            fleets,
             processes=_processes(processes),
             good_share=good_share,
             on_done=on_done,
@@ -190,9 +188,6 @@ def figures(
 
 def _origin(command: str, trace: Path) -> "Origin":
     """The command, and what it depends on."""
-    from importlib.metadata import version
-    from platform import python_version
-
     from mallee.mocker.sweeps.sweep import Origin
 
     with trace.open("rb") as file:
@@ -226,8 +221,6 @@ def _processes(given: int | None) -> int:
 @contextmanager
 def _progress(what: str, total: int) -> "Iterator[Callable[[int, Done], None]]":
     """Counts finished replays on stderr. SIGTERM ends the processes of the pool too."""
-    from rich.console import Console
-
     console = Console(stderr=True)
     done = 0
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -245,9 +238,6 @@ def _progress(what: str, total: int) -> "Iterator[Callable[[int, Done], None]]":
 
 
 def _show(found: "Sweep", *, as_json: bool) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     from mallee.figures.replays.write_sweep import HEAD, about_seeds, advice, cells
 
     file = sys.stderr if as_json else sys.stdout
@@ -258,13 +248,12 @@ def _show(found: "Sweep", *, as_json: bool) -> None:
         f"[bold]{escape(conditions['trace'])}[/]: {conditions['requests']:,} requests on"
         f" {len(found.fleets)} fleets, {conditions['timing']}; * is the frontier"
     )
-    table = Table(box=None, pad_edge=False)
-    for head in ("", *HEAD):
-        table.add_column(head, justify="right", no_wrap=True)
+    rows = []
     for fleet in found.fleets:
         shown = cells(fleet) if fleet.runs else (*cells(fleet)[:3], "failed")
-        table.add_row("*" if fleet.on_frontier else "", *shown)
-    console.print(table)
+        rows.append(("*" if fleet.on_frontier else "", *shown))
+    head = ("", *HEAD)
+    console.print(grid(head, rows, right=head, whole=head))
     for fleet in found.fleets:
         if failed := _failed(fleet):
             name = f"{fleet.engines} engines, {fleet.policy}, KV for {fleet.kv_tokens:,} tokens"

@@ -3,35 +3,28 @@
 import gc
 import os
 import platform
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
-import msgspec
 import typer
 from rich.console import Console
 
 import mallee
-from mallee.cli.options import JsonOption, check_file, print_json, require_serve_extra
+from mallee.cli.options import JsonOption, check_file, require_serve_extra, version_of
+from mallee.cli.output import answer, print_json
 from mallee.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mallee.cli.profile.measure import Sweep
+    from mallee.mocker.measure import Sweep
     from mallee.protocol.model import ModelSpec
     from mallee.worker.model.runner import TorchForward
 
 BLOCK_SIZE = 16
 
 Conditions: TypeAlias = dict[str, str | int | float]
-
-
-def add_to(cli: typer.Typer) -> None:
-    """Add the command."""
-    cli.command()(profile)
 
 
 def profile(
@@ -84,10 +77,7 @@ def profile(
     from mallee.mocker.timing.profiles import fits_table, fitted
 
     if fits:
-        if as_json:
-            print_json(msgspec.to_builtins(fitted()))
-        else:
-            sys.stdout.write("\n".join(fits_table()) + "\n")
+        answer(fitted(), "\n".join(fits_table()), as_json=as_json)
         return
     if model is None or (out is None and trace is None):
         raise ConfigError("profile: give MODEL and --to FILE or --trace FILE (or --fits)")
@@ -97,7 +87,7 @@ def profile(
         if target is not None:
             _check_target(option, target)
     require_serve_extra()
-    from mallee.cli.profile.measure import Sweep
+    from mallee.mocker.measure import Sweep
 
     console = Console(stderr=True)
     threads = threads or os.cpu_count() or 1
@@ -198,8 +188,8 @@ def _record(
     console: Console,
 ) -> int:
     """Write the trace of an engine's steps, and print the time of each phase. Returns their number."""
-    from mallee.cli.profile.measure import warm_up
     from mallee.cli.profile.steps import record_steps, save_trace, summary
+    from mallee.mocker.measure import warm_up
 
     warm_up(forward)
     record = partial(
@@ -222,7 +212,7 @@ def _measure(
     console: Console,
 ) -> float:
     """Write the times of passes. Returns their jitter."""
-    from mallee.cli.profile.measure import Profiler
+    from mallee.mocker.measure import Profiler
 
     sweep = wanted.fitted_to(forward.spec.max_model_len, forward.num_blocks, BLOCK_SIZE)
     with console.status("measuring ..."):
@@ -266,13 +256,5 @@ def _about(spec: "ModelSpec", device: str) -> dict[str, str]:
     if device.startswith("cuda"):
         found["device_name"] = torch.cuda.get_device_name(device)
         found["cuda"] = str(torch.version.cuda)
-        found["flashinfer"] = _installed("flashinfer-python") or "none"
+        found["flashinfer"] = version_of("flashinfer-python") or "none"
     return found
-
-
-def _installed(package: str) -> str | None:
-    """Its version, or None."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.text import Text
 from rich.tree import Tree
 
-from mallee.cli.options import print_error
+from mallee.cli.output import print_error
 from mallee.cli.remote.service import DEFAULT_URL, UrlOption, open_client
 from mallee.client.sync import Branch, Mallee
 from mallee.client.view import live
@@ -95,10 +95,6 @@ class Conversation:
             node = above.add(Text(text, style="bold" if mark else ""))
             todo += [(node, child) for child in turn.children]
         return tree
-
-
-def add_to(cli: typer.Typer) -> None:
-    cli.command()(chat)
 
 
 def chat(

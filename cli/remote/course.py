@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
+from mallee.cli.output import grid
 from mallee.protocol.api.operator import Course, Decision
 
 
@@ -18,16 +18,13 @@ def decision_parts(decision: Decision) -> Iterator[RenderableType]:
         f" ({decision.reason}): {decision.prompt_tokens} tokens,"
         f" {decision.num_candidates} workers could take it",
     )
-    table = Table(box=None, pad_edge=False)
-    table.add_column("worker")
     terms = ("queued", "prefill", "decode", "fetch", "displaced", "pull")
-    for name in ("cached", "pulled", *terms, "price"):
-        table.add_column(name, justify="right")
+    numbers = ("cached", "pulled", *terms, "price")
+    table = grid(("worker", *numbers), (), right=numbers)
     for each in decision.candidates:
         table.add_row(
             Text(each.worker),
-            str(each.overlap_blocks),
-            str(each.pulled_blocks),
+            *(str(each.overlap_blocks), str(each.pulled_blocks)),
             *(ms(getattr(each, f"{term}_s")) for term in terms),
             ms(each.total),
             style="green" if each.worker == decision.worker else None,
@@ -46,21 +43,18 @@ def course_parts(course: Course) -> Iterator[RenderableType]:
     if cache := course.cache:
         missed = f", missed because {cache['reason']}" if cache.get("reason") else ""
         yield Text(f"its prompt was served as {cache['served']}{missed}")
-    table = Table(box=None, pad_edge=False)
-    for name in ("branch", "state", "worker", "prompt"):
-        table.add_column(name)
-    for name in ("cached", "computed", "tokens", "tokens/s", "first token", "end"):
-        table.add_column(name, justify="right")
-    for index, each in enumerate(course.branches):
-        speed = each.tokens_per_s
-        table.add_row(
+    numbers = ("cached", "computed", "tokens", "tokens/s", "first token", "end")
+    rows: Iterator[tuple[Text | str, ...]] = (
+        (
             *map(Text, (str(index), each.state, each.worker or "", each.prompt or "")),
             *map(str, (each.cached_tokens, each.prefill_tokens, each.output_tokens)),
-            "" if speed is None else f"{speed:.0f}",
+            "" if each.tokens_per_s is None else f"{each.tokens_per_s:.0f}",
             ms(each.first_token_s),
             ms(each.end_s),
         )
-    yield table
+        for index, each in enumerate(course.branches)
+    )
+    yield grid(("branch", "state", "worker", "prompt", *numbers), rows, right=numbers)
 
 
 def ms(seconds: float | None) -> str:

@@ -6,13 +6,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from mallee.cli.options import JsonOption, print_json
+from mallee.cli.options import JsonOption
+from mallee.cli.output import print_json
 from mallee.cli.remote.course import course_parts, decision_parts
 from mallee.cli.remote.service import DEFAULT_URL, TIMEOUT_S, UrlOption, open_client
-
-
-def add_to(cli: typer.Typer) -> None:
-    cli.command()(explain)
 
 
 def explain(

@@ -9,6 +9,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from mallee.cli.output import grid
 from mallee.client import Mallee
 from mallee.protocol.api.operator import Worker, WorkerUse
 
@@ -150,12 +151,8 @@ def cells(worker: Worker) -> tuple[Text, ...]:
 
 def _table(workers: Sequence[Worker]) -> Table:
     names = COLUMNS if any(each.device for each in workers) else COLUMNS[:-1]
-    table = Table(box=None, pad_edge=False)
-    for name in names:
-        table.add_column(name, justify="right" if name in NUMBERS else "left", no_wrap=True)
-    for each in workers:
-        table.add_row(*cells(each)[: len(names)])
-    return table
+    rows = (cells(each)[: len(names)] for each in workers)
+    return grid(names, rows, right=NUMBERS, whole=names)
 
 
 def bar(share: float) -> Text:

@@ -4,6 +4,7 @@ The key is `MALLEE_API_KEY` of the environment: on a command line every process 
 """
 
 import os
+from dataclasses import dataclass
 from typing import Annotated, Final, TypeAlias
 
 import typer
@@ -16,12 +17,21 @@ TIMEOUT_S: Final = 10.0
 UrlOption: TypeAlias = Annotated[
     str, typer.Option("--url", envvar="MALLEE_URL", help="The service, as clients reach it.")
 ]
-SaltOption: TypeAlias = Annotated[
-    str | None, typer.Option("--cache-salt", help="The salt that the capsules have.")
-]
 LimitOption: TypeAlias = Annotated[int, typer.Option("--limit", min=1, help="At most so many.")]
 
 
 def open_client(url: str, *, timeout: float = 120.0) -> Mallee:
     """Raises InvalidParameter for an address without http://."""
     return Mallee(url, api_key=os.environ.get("MALLEE_API_KEY"), timeout=timeout)
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A service, and the salt of what is asked of it."""
+
+    url: UrlOption = DEFAULT_URL
+    cache_salt: Annotated[str | None, typer.Option(help="The salt that the capsules have.")] = None
+
+    def open(self) -> Mallee:
+        """Raises InvalidParameter, as `open_client`."""
+        return open_client(self.url)

@@ -7,14 +7,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from mallee.cli.options import JsonOption, print_json
+from mallee.cli.options import JsonOption
+from mallee.cli.output import answer
 from mallee.cli.remote.fleet import draw, take
 from mallee.cli.remote.service import DEFAULT_URL, TIMEOUT_S, UrlOption, open_client
 from mallee.cli.remote.watching import IntervalOption, watch
-
-
-def add_to(cli: typer.Typer) -> None:
-    cli.command()(top)
 
 
 def top(
@@ -32,11 +29,10 @@ def top(
     """
     console = Console()
     with open_client(url, timeout=TIMEOUT_S) as client:
-        if as_json:
+        if as_json or once:
             found = take(client)
-            print_json({"health": found.health, "workers": found.workers, **found.gauges()})
-        elif once:
-            console.print(draw(take(client), {}))
+            body = {"health": found.health, "workers": found.workers, **found.gauges()}
+            answer(body, draw(found, {}), as_json=as_json)
         elif _has_screen(console):
             client.health()  # an address without a service ends here, and not on the screen
             _show_screen(url, interval_s)

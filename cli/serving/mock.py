@@ -17,10 +17,6 @@ if TYPE_CHECKING:
 DEFAULT_ENGINES = 16
 
 
-def add_to(cli: typer.Typer) -> None:
-    cli.command()(mock)
-
-
 def mock(
     engines: Annotated[
         int | None, typer.Option(min=1, help="Mocked engines, each a worker; 16 by default.")

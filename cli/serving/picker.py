@@ -19,10 +19,6 @@ if TYPE_CHECKING:
 _NEEDED = ("grpc", "google.protobuf", "tokenizers", "jinja2", "nats", "pydantic", "yaml", "httpx")
 
 
-def add_to(cli: typer.Typer) -> None:
-    cli.command()(picker)
-
-
 def picker(
     config: Annotated[
         Path | None, typer.Option("--config", help="YAML file of settings: docs/picker.md.")

@@ -12,10 +12,6 @@ from mallee.cli.serving.signals import catch_signals, until_interrupted
 from mallee.cli.settings import ConfigFile, SetOptions, make_config
 
 
-def add_to(cli: typer.Typer) -> None:
-    cli.command()(serve)
-
-
 def serve(
     model: Annotated[
         str | None,

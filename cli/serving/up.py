@@ -9,7 +9,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from mallee.cli.options import HostOption, PortOption, print_error, require_serve_extra
+from mallee.cli.options import HostOption, PortOption, require_serve_extra
+from mallee.cli.output import print_error
 from mallee.cli.serving.signals import catch_signals, until_interrupted
 from mallee.cli.settings import ConfigFile, SetOptions, make_config
 from mallee.protocol.errors import ConfigError, MalleeError
@@ -20,10 +21,6 @@ if TYPE_CHECKING:
 
 _TICK_S = 0.25
 _MAX_NODES = 64
-
-
-def add_to(cli: typer.Typer) -> None:
-    cli.command()(up)
 
 
 def up(

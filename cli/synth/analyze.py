@@ -1,43 +1,43 @@
 """An analysis as tables for a terminal."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
-from mallee.cli.options import JsonOption, check_out, print_json, say_written
+from mallee.cli.options import JsonOption, check_out
+from mallee.cli.output import grid, print_json, say_written
 from mallee.cli.synth.reading import Reading, read_source, waiting
 from mallee.figures.text import number
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from mallee.synth.analysis.report import Report
 
 _COLUMNS: Final = ("mean", "p5", "p50", "p90", "p99", "max")
-_CURVES: Final = (("hit rate", "hit_rate"), ("prompts' ends first", "engine_hit_rate"))
+_CURVES: Final = {"hit rate": "hit_rate", "prompts' ends first": "engine_hit_rate"}
 _FILE_WIDTH: Final = 100  # of text that goes to no terminal
 _WIDE: Final = 92  # columns that two facts beside each other take
 
 
-def tables(report: "Report", width: int) -> "Iterator[Table | str]":
+def tables(report: "Report", width: int) -> Iterator[Table | str]:
     """The report as tables for a terminal of `width` columns; nothing is cut off from 60 on."""
-    from rich.table import Table
-
     yield f"[bold]{escape(report.data['name'])}[/]: {escape(report.about)}"
-    quantiles = Table(box=None, pad_edge=False)
-    quantiles.add_column("")
-    for name in _COLUMNS:
-        quantiles.add_column(name, justify="right")
-    for name, values in report.distributions.items():
-        quantiles.add_row(name, *(number(values[key]) for key in _COLUMNS))
-    yield quantiles
+    quantiles = (
+        (name, *(number(values[key]) for key in _COLUMNS))
+        for name, values in report.distributions.items()
+    )
+    yield grid(("", *_COLUMNS), quantiles, right=_COLUMNS)
     if report.caches:
-        yield _curve(report.caches)
+        rates = (
+            (f"{100 * each['share']:g} %", *(f"{each[key]:.3f}" for key in _CURVES.values()))
+            for each in report.caches
+        )
+        yield grid(("LRU cache of", *_CURVES), rates, right=_CURVES)
     num = 2 if width >= _WIDE else 1
     for title, pairs in report.facts.items():
         table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
@@ -48,19 +48,6 @@ def tables(report: "Report", width: int) -> "Iterator[Table | str]":
             table.add_row(*chain.from_iterable(pairs[at : at + num]))
         yield f"[bold]{title}[/]"
         yield table
-
-
-def _curve(sizes: Sequence[Mapping[str, Any]]) -> "Table":
-    """Hit rates of caches by their size."""
-    from rich.table import Table
-
-    table = Table("LRU cache of", box=None, pad_edge=False)
-    for name, _ in _CURVES:
-        table.add_column(name, justify="right")
-    for each in sizes:
-        rates = (f"{each[key]:.3f}" for _, key in _CURVES)
-        table.add_row(f"{100 * each['share']:g} %", *rates)
-    return table
 
 
 def analyze(

@@ -3,13 +3,15 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
-from mallee.cli.options import JsonOption, check_out, count, one_of, print_json, say_written
+from mallee.cli.options import JsonOption, check_out, count, one_of
+from mallee.cli.output import grid, print_json, say_written
 from mallee.cli.synth.reading import (
     Reading,
     open_source,
@@ -21,8 +23,6 @@ from mallee.cli.synth.reading import (
 from mallee.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from mallee.synth.compare.fits import Reading as Readings
     from mallee.synth.compare.fits import Sample
     from mallee.synth.compare.report import Report
@@ -152,16 +152,13 @@ def _show(report: "Report", *, as_json: bool) -> None:
         console.print(escape(line), style="dim")
 
 
-def _table(report: "Report") -> "Table":
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for name in report.table.head:
-        is_noise = name.startswith("noise: ")
-        justify: Any = "left" if name == "gate" else "right"
-        table.add_column(escape(name), justify=justify, style="dim" if is_noise else None)
-    for row in report.table.rows:
-        table.add_row(*map(_coloured, row.texts()))
+def _table(report: "Report") -> Table:
+    head = [escape(name) for name in report.table.head]
+    rows = (tuple(map(_coloured, row.texts())) for row in report.table.rows)
+    table = grid(head, rows, right=[name for name in head if name != "gate"])
+    for name, column in zip(report.table.head, table.columns, strict=True):
+        if name.startswith("noise: "):
+            column.style = "dim"
     return table
 
 

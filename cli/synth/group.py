@@ -7,15 +7,10 @@ from mallee.cli.synth.compare import compare
 from mallee.cli.synth.generate import generate
 from mallee.cli.synth.reading import reads_traces
 
-synth = typer.Typer(
+group = typer.Typer(
     name="synth",
     help="Analyse traces of requests, and generate traces that behave like them.",
     no_args_is_help=True,
 )
 for _command in (analyze, generate, compare):
-    synth.command()(reads_traces(_command))
-
-
-def add_to(cli: typer.Typer) -> None:
-    """Add the group `synth` to `cli`."""
-    cli.add_typer(synth)
+    group.command()(reads_traces(_command))

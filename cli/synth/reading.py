@@ -1,10 +1,10 @@
 """Reading of traces by the commands of `mallee synth`, and the end of a command on wrong input."""
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import wraps
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, cast
 
@@ -12,7 +12,15 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from mallee.cli.options import BlockSizeOption, IdTokensOption, KindOption, count, fail, one_of
+from mallee.cli.options import (
+    BlockSizeOption,
+    IdTokensOption,
+    KindOption,
+    count,
+    one_of,
+    with_groups,
+)
+from mallee.cli.output import fail
 from mallee.protocol.errors import CodecError, ConfigError
 
 if TYPE_CHECKING:
@@ -53,36 +61,22 @@ class Reading:
 
 
 def reads_traces(command: Callable[..., None]) -> Callable[..., None]:
-    """`command` with the options of `Reading` in place of its parameter `reading`.
+    """`command` with the options of `Reading`; errors in options and files end it with one line and status 2.
 
-    `read_requests` is `--requests` of commands that have no other option of that name. Errors in options
-    and files end the command with one line and status 2.
+    `read_requests` is `--requests` of commands that have no other option of that name.
     """
-    signature = inspect.signature(command)
-    own = dict(signature.parameters)
-    del own["reading"]
-    limit = "read_requests" if "requests" in own else "requests"
-    options = {
-        limit if name == "read_requests" else name: each
-        for name, each in inspect.signature(Reading).parameters.items()
-    }
+    limit = "read_requests" if "requests" in signature(command).parameters else "requests"
+    command = with_groups(command, {"read_requests": limit})
 
     @wraps(command)
-    def wrapped(**values: Any) -> None:
-        reading = Reading(*(values.pop(name) for name in options))
+    def run(**given: Any) -> None:
         try:
-            count(limit.replace("_", "-"), reading.read_requests)
-            command(**values, reading=reading)
+            count(limit.replace("_", "-"), given[limit])
+            command(**given)
         except (ConfigError, CodecError) as error:
             fail(str(error))
 
-    wrapped.__dict__["__signature__"] = signature.replace(
-        parameters=[
-            each.replace(name=name, kind=inspect.Parameter.KEYWORD_ONLY)
-            for name, each in (own | options).items()
-        ]
-    )
-    return wrapped
+    return run
 
 
 class Source(NamedTuple):

@@ -86,7 +86,7 @@ async def still_done(
         with suppress(NotFound):
             if capsule:
                 there[name] = False
-                await send(calls.get_capsule(capsule, salt))
+                await send(calls.of_capsule("GET", capsule, salt))
                 there[name] = True
 
     left = dict(done)

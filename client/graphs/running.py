@@ -292,7 +292,8 @@ class AsyncGraphRun:
     def _prune(self, group: _Group, name: str) -> None:
         """End one branch of a fork that goes on; one that no worker has yet is ended when one has."""
         if group.request and name in group.names:
-            call = calls.prune(group.request, [group.names.index(name)], self._salt)
+            params = {"branches": [group.names.index(name)], "cache_salt": self._salt}
+            call = calls.of_request(group.request, "prune", params)
             self._tasks.create_task(self._tried(call))
 
     async def _tried(self, call: calls.Call) -> None:
@@ -302,7 +303,7 @@ class AsyncGraphRun:
     async def _delete(self, capsule: str) -> None:
         with suppress(MalleeError):  # tried again at the end
             with suppress(NotFound):
-                await self._client._send(calls.delete_capsule(capsule, self._salt))
+                await self._client._send(calls.of_capsule("DELETE", capsule, self._salt))
             self._held.pop(capsule, None)
 
     async def _give_back(self) -> None:

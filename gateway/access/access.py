@@ -64,7 +64,7 @@ class Access:
     @property
     def has_keys(self) -> bool:
         # A file that lost its last key must not open the service.
-        return self._file is not None or bool(self._ring)
+        return self._file is not None or bool(self._ring.keys)
 
     def check_listening(self, host: str) -> None:
         """Raises ConfigError if other machines could reach the service without a key."""

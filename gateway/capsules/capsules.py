@@ -2,7 +2,8 @@
 
 A capsule is known in four places, and `Capsules.find` asks them in this order: the router's directory (which
 workers' events fill: what a worker has), the dispatcher's promises (a prefill of this gateway is to make
-it), the memory of texts (what it takes to compute it again), and the other gateways.
+it), the memory of texts (what it takes to compute it again), and the gateway that made it; if that is gone,
+the gateways' store of texts.
 """
 
 import asyncio
@@ -15,10 +16,13 @@ from msgspec import structs
 from mallee.gateway.capsules.files.exports import Export, Exports
 from mallee.gateway.capsules.files.imports import Import, Imports
 from mallee.gateway.capsules.lineage import Lineage
-from mallee.gateway.capsules.texts import SharedTexts
+from mallee.gateway.capsules.promises import PromiseChanges
+from mallee.gateway.capsules.texts import CapsuleTexts
 from mallee.gateway.fleet.questions import MOVE_S
-from mallee.gateway.records import SharedRecords
+from mallee.gateway.peers import Peers
 from mallee.gateway.shell import GatewayContext, Shell
+from mallee.gateway.store.store import Store
+from mallee.protocol.codec import encode
 from mallee.protocol.errors import (
     BadRequest,
     CapsuleAbandoned,
@@ -33,7 +37,7 @@ from mallee.protocol.errors import (
     UnknownText,
     from_wire,
 )
-from mallee.protocol.gateways.capsule_texts import CapsuleState
+from mallee.protocol.gateways.capsule_texts import CapsuleState, decode_state
 from mallee.protocol.hashing import NO_HASHES, Hashes, Tokens
 from mallee.protocol.ids import CapsuleId, RequestId, Scope, WorkerId, account_of, request_of
 from mallee.protocol.messages import (
@@ -54,7 +58,9 @@ from mallee.router.index.capsules import CapsuleEntry
 
 INSPECT_S: Final = 2.0  # for a worker to tell of a capsule; later it is shown without
 PROMISE_S: Final = 60.0  # for a worker to begin a capsule that another gateway has promised
-PROMISE_CHECK_S: Final = 0.1
+CHANGE_S: Final = 5.0  # of them, in one question
+_STATE: Final = "capsule"
+_RELEASED: Final = "capsule.released"
 
 
 class CapsuleFiles(NamedTuple):
@@ -104,20 +110,26 @@ class Capsules:
         self,
         context: GatewayContext,
         shell: Shell,
-        records: SharedRecords,
+        store: Store,
+        peers: Peers,
         memory: TokenMemory,
         files: CapsuleFiles | None,
     ) -> None:
         """Without `files` no capsule is exported or imported."""
         self.lineage = Lineage()
-        self.texts = SharedTexts(records, memory, self)
+        self.changes = PromiseChanges()
+        self.texts = CapsuleTexts(context, store, peers, memory, shell.tasks)
         self._context = context
         self._router = context.router
         self._shell = shell
+        self._peers = peers
         self._dispatcher = shell.dispatcher
         self._memory = memory
         self._files = files
         self._observers: list[Observer] = []
+        shell.check_missing = self.texts.check
+        peers.share(_STATE, self._tell_state)
+        peers.share(_RELEASED, self._hear_released)
 
     def watch(self, observer: Observer) -> None:
         """Have `observer` see what is derived from now on."""
@@ -136,12 +148,12 @@ class Capsules:
         """As `show`; one whose prefill has failed has its `error`."""
         self.check_owner(capsule, scope)
         try:
-            entry = self._router.capsule(capsule)
+            info = self._info(self._router.capsule(capsule))
         except UnknownCapsule:
-            return await self._find_elsewhere(capsule, scope)
-        if not entry.is_computing:
+            info = await self._find_elsewhere(capsule, scope)
+        if info.worker is not None and not info.is_computing:
             self.texts.want(capsule, scope)
-        return self._info(entry)
+        return info
 
     async def inspect(self, capsule: CapsuleId, scope: Scope) -> CapsuleInfo:
         """As `find`, with what its worker says of it, if that answers soon."""
@@ -197,25 +209,33 @@ class Capsules:
         if not self._context.ids.belongs(capsule, scope):
             raise UnknownCapsule(capsule)
 
-    async def learn(self, capsule: CapsuleId, scope: Scope) -> None:
+    async def learn(self, capsule: CapsuleId, scope: Scope, *, is_kept: bool = False) -> None:
         """Return when forks of `capsule` can be placed here, if another gateway made or promised it.
 
-        Raises as `show`, and Unavailable.
+        Of one whose forks are to be kept, the text is here then, if it can be had. Raises as `show`, and
+        Unavailable.
         """
         self.check_owner(capsule, scope)
-        if not self._dispatcher.lacks(capsule):
-            return
-        try:
-            async with asyncio.timeout(PROMISE_S):
-                while (await self.show(capsule, scope)).is_computing:
-                    if not self._dispatcher.lacks(capsule):
-                        return
-                    await asyncio.sleep(PROMISE_CHECK_S)
-                await self.texts.fetch(capsule, scope)  # its worker may be leaving
-        except TimeoutError:
-            raise Unavailable(
-                f"no worker has begun to compute the capsule for {PROMISE_S:g} s; retry later"
-            ) from None
+        self.texts.renew(capsule)
+        if self._dispatcher.lacks(capsule):
+            try:
+                async with asyncio.timeout(PROMISE_S):
+                    await self._await_worker(capsule, scope)
+            except TimeoutError:
+                raise Unavailable(
+                    f"no worker has begun to compute the capsule for {PROMISE_S:g} s; retry later"
+                ) from None
+            if self._dispatcher.lacks(capsule):  # its worker may be leaving
+                await self.texts.fetch(capsule, scope)
+        if is_kept:
+            await self.remember(capsule, scope)
+
+    async def _await_worker(self, capsule: CapsuleId, scope: Scope) -> None:
+        """Return when a worker computes or has a capsule, or its text can be had."""
+        while (info := await self.show(capsule, scope)).is_computing:
+            if not self._dispatcher.lacks(capsule):
+                return
+            await self._change(info, scope)
 
     async def _find_elsewhere(self, capsule: CapsuleId, scope: Scope) -> CapsuleInfo:
         """A capsule that no worker has, as far as is known here."""
@@ -224,11 +244,15 @@ class Capsules:
             info = CapsuleInfo(capsule, own.worker, own.num_tokens, self._wall_time(own.since))
             return _promised(info, None if own.error is None else own.error.to_wire())
         try:
-            return self._lost_info(capsule)
+            info = self._lost_info(capsule)
         except (NotFound, LookupIncomplete):  # its worker's event may be under way
-            state = await self.texts.find(capsule, scope)
-        if state is None:
-            return self._lost_info(capsule)
+            raw = await self._peers.ask_maker(_STATE, capsule, scope)
+        else:
+            await self.texts.check(capsule, scope)
+            return info
+        if raw is None:
+            return await self._find_stored(capsule, scope)
+        state = decode_state(raw)
         if state.worker and state.error is None:
             worker, num_tokens = WorkerId(state.worker), state.num_tokens
             self._router.learn_capsule(
@@ -236,14 +260,33 @@ class Capsules:
             )
             with suppress(UnknownCapsule):  # of a worker that isn't known here
                 return self._info(self._router.capsule(capsule))
-        if not state.is_promised:
-            if not state.worker:
-                self._router.note_lost(capsule)
-            with suppress(NotFound):
-                return self._lost_info(capsule)
             raise Unavailable("the capsule's worker is not known at this gateway yet; retry in 1 s")
+        if not state.is_promised:
+            self._router.note_lost(capsule)
+            await self.texts.fetch(capsule, scope)
+            return self._lost_info(capsule)
         info = CapsuleInfo(capsule, None, state.num_tokens, self._context.wall_clock())
         return _promised(info, state.error)
+
+    async def _find_stored(self, capsule: CapsuleId, scope: Scope) -> CapsuleInfo:
+        """A capsule of which the store alone may know: its gateway is gone, or has forgotten it."""
+        text = await self.texts.read(capsule, scope)
+        if not all(worker.is_whole for worker in self._router.all_workers()):
+            raise LookupIncomplete("not all workers have told yet what they have")
+        if text is not None and (
+            not text.ttl_s or self._context.wall_clock() < text.made + text.ttl_s
+        ):
+            self._router.note_lost(capsule)  # else its time may be over
+        return self._lost_info(capsule)
+
+    async def _change(self, info: CapsuleInfo, scope: Scope) -> None:
+        """Return when a promised capsule of another gateway is no more as `info` has it, or soon after."""
+        known = CapsuleState(info.boundary, info.worker or "", is_promised=True)
+        raw = await self._peers.ask_maker(
+            _STATE, info.capsule, scope, given=encode(known), wait_s=CHANGE_S + INSPECT_S
+        )
+        if raw is None:
+            self._forget_promise(info.capsule)
 
     def _lost_info(self, capsule: CapsuleId) -> CapsuleInfo:
         """A capsule that is gone, and whose text is known here.
@@ -275,10 +318,8 @@ class Capsules:
     async def tokens(self, capsule: CapsuleId, scope: Scope) -> Tokens:
         """The tokens of a capsule, from the first one on. Raises UnknownText."""
         self.check_owner(capsule, scope)
+        await self.texts.fetch(capsule, scope)
         if (text := self._memory.get(capsule)) is None:
-            await self.texts.fetch(capsule, scope)
-            text = self._memory.get(capsule)
-        if text is None:
             await self.find(capsule, scope)
             raise UnknownText(capsule)
         return text.path.tokens()
@@ -302,6 +343,7 @@ class Capsules:
     async def rewind(self, capsule: CapsuleId, to: int, ttl_s: float, scope: Scope) -> CapsuleInfo:
         """A capsule of the first `to` tokens of another. Raises CapsulesFull."""
         worker = await self._holder(capsule, scope)
+        await self.remember(capsule, scope)
         question = Rewind(self._new_name(scope, account_of(capsule)), capsule, to, ttl_s)
         status = await self._shell.questions.ask(worker, question)
         left = CapsuleId(status.capsule)
@@ -317,6 +359,7 @@ class Capsules:
     async def pin(self, capsule: CapsuleId, ttl_s: float | None, scope: Scope) -> CapsuleInfo:
         """Keep a capsule until deleted or unused for `ttl_s` (0: no limit); None: no more."""
         worker = await self._holder(capsule, scope)
+        await self.remember(capsule, scope)
         question = Pin(self._new_name(scope), capsule, ttl_s is not None, ttl_s or 0.0)
         status = await self._shell.questions.ask(worker, question)
         if (text := self._memory.get(capsule)) is not None:
@@ -346,12 +389,21 @@ class Capsules:
     async def release(self, capsule: CapsuleId, scope: Scope) -> None:
         """Delete a capsule, everywhere."""
         info = await self.find(capsule, scope)
-        self.texts.forget(capsule, scope)  # first: no gateway computes it again meanwhile
+        await self.texts.release(capsule, scope)  # first: no gateway computes it again meanwhile
+        self._abandon(capsule)
+        with suppress(Unavailable):  # it is told by the store then
+            await self._peers.ask_maker(_RELEASED, capsule, scope)
         if info.worker is not None:
             with suppress(UnknownCapsule):  # it went by itself: its event is under way
                 delete = Delete(self._new_name(scope), capsule)
                 await self._shell.questions.ask(info.worker, delete)
         self._router.forget_capsule(capsule)
+        await self.texts.released(capsule, scope)
+
+    async def remember(self, capsule: CapsuleId, scope: Scope) -> None:
+        """Have the text of a capsule here, if it can be had: what is kept of it is stored."""
+        with suppress(Unavailable):
+            await self.texts.fetch(capsule, scope)
 
     async def _holder(self, capsule: CapsuleId, scope: Scope) -> WorkerId:
         """The worker of a capsule. Raises CapsuleComputing; CapsuleLost where it has none."""
@@ -400,9 +452,27 @@ class Capsules:
         """The model with the weights that serve now."""
         return structs.replace(self._context.model, weights=self._router.weights)
 
-    # Other gateways: `texts.Known`
+    # Other gateways
 
-    def state(self, capsule: CapsuleId) -> CapsuleState | None:
+    async def _tell_state(self, name: str, scope: Scope, given: bytes) -> bytes | None:
+        """The state of a capsule; of one that is promised once it is not as `given`, or soon."""
+        capsule, known = CapsuleId(name), decode_state(given) if given else None
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CHANGE_S):
+                while known is not None and self._state(capsule) == known:
+                    await self.changes.wait(capsule)
+        self._shell.check_open()
+        state = self._state(capsule)
+        if state is None and known is not None:
+            raise CapsuleAbandoned(capsule)
+        return None if state is None else encode(state)
+
+    async def _hear_released(self, name: str, scope: Scope, _: bytes) -> bytes | None:
+        """A client released a capsule at another gateway."""
+        self._abandon(CapsuleId(name))
+        return b""
+
+    def _state(self, capsule: CapsuleId) -> CapsuleState | None:
         promise = self._dispatcher.promise(capsule)
         if promise is not None:
             error = None if promise.error is None else promise.error.to_wire()
@@ -416,7 +486,9 @@ class Capsules:
             return None if text is None else CapsuleState(text.path.length)
         return None if entry.is_computing else CapsuleState(entry.boundary, entry.worker)
 
-    def on_forgotten(self, capsule: CapsuleId) -> None:
+    def _abandon(self, capsule: CapsuleId) -> None:
+        """Compute a released capsule no more, for the first time or again."""
+        self._memory.forget(capsule)
         promise = self._dispatcher.promise(capsule)
         if promise is not None and promise.error is None:
             self._shell.give_up(request_of(capsule), CapsuleAbandoned(capsule))

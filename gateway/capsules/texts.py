@@ -1,152 +1,250 @@
-"""The gateways' common memory of capsules: each asks the others for what it doesn't know."""
+"""The texts of capsules in the gateways' store, so that any gateway can compute a capsule again.
 
-import asyncio
+The local memory is the first place asked. A capsule that a client had kept is put into the store as it is
+made: as what it adds to the stored capsule that it continues, if there is one. One that an answer left is in
+its gateway's memory alone, which tells it when another gateway asks.
+
+A text stays for `TTL_S` after its capsule was made or last forked. That is twice the longest time without
+use that `http.max_ttl_s` allows by default; a capsule that is kept until it is deleted, and that nobody forks
+for so long, is lost if its worker is. That a capsule was released stays known as long, so that no gateway
+computes it from a text that it remembers; its tokens stay if other texts may begin with them.
+"""
+
 import logging
-from typing import Final, Protocol
+from contextlib import suppress
+from typing import Final
 
-from mallee.gateway.records import SharedRecords
+from msgspec import structs
+
+from mallee.gateway.peers import Peers
+from mallee.gateway.shell import GatewayContext
+from mallee.gateway.store.store import Store, StoreAway
 from mallee.protocol.codec import encode
-from mallee.protocol.errors import CodecError, LookupIncomplete, MalleeError
-from mallee.protocol.gateways.capsule_texts import CapsuleKnown, CapsuleState, decode_known
+from mallee.protocol.errors import MalleeError, UnknownCapsule
+from mallee.protocol.gateways.capsule_texts import StoredText, decode_text
+from mallee.protocol.hashing import Tokens
 from mallee.protocol.ids import CapsuleId, Scope, owner_of
 from mallee.protocol.messages import pack_tokens, unpack_tokens
-from mallee.router.dispatch.token_memory import CapsuleTokens, TokenMemory, TokenPath
+from mallee.router.dispatch.token_memory import CapsuleTokens, StoredAs, TokenMemory, TokenPath
+from mallee.runtime.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
-ASK_S: Final = 2.0  # the longest wait for the others' answers
-_KIND: Final = "capsule"
-_ANYTHING: Final = b""  # asked for: its state, or its text
-_TEXT: Final = b"t"  # asked for: its text, or its state if it is promised
+TTL_S: Final = 172_800.0
+MAX_NBYTES: Final = 256 << 20
+MAX_DEPTH: Final = 16  # of texts that a text begins with: it is read one by one
+MAX_TOLD_NBYTES: Final = 512 << 10  # of a text in an answer; a longer one goes by the store
+RELEASE_S: Final = 1.0  # for the store to have a release, before the client is answered
+_LAYOUT: Final = 1
+_ASK: Final = "capsule.text"
 
 
-class Known(Protocol):
-    """The capsules that one gateway knows."""
+class CapsuleTexts:
+    """One gateway's side: the `TextStore` of its memory. Belongs to its event loop."""
 
-    def state(self, capsule: CapsuleId) -> CapsuleState | None:
-        """A capsule as other gateways are told it: of one that is promised, by its own gateway alone."""
-        ...
-
-    def on_forgotten(self, capsule: CapsuleId) -> None:
-        """A client released `capsule`, at this gateway or another."""
-        ...
-
-
-class SharedTexts:
-    """One gateway's share. Belongs to its event loop."""
-
-    def __init__(self, records: SharedRecords, memory: TokenMemory, known: Known) -> None:
-        self._records = records
+    def __init__(
+        self,
+        context: GatewayContext,
+        store: Store,
+        peers: Peers,
+        memory: TokenMemory,
+        tasks: Tasks,
+    ) -> None:
+        self._bucket = store.bucket(
+            "texts", StoredText, version=_LAYOUT, ttl_s=TTL_S, max_nbytes=MAX_NBYTES
+        )
+        self._store = store
+        self._peers = peers
         self._memory = memory
-        self._known = known
-        self._asked: dict[tuple[CapsuleId, bytes], asyncio.Future[CapsuleState | None]] = {}
-        records.share(_KIND, self._tell, self._forget, self._take_over)
+        self._tasks = tasks
+        self._wall_clock = context.wall_clock
+        self._wanted: set[CapsuleId] = set()  # that are fetched in the background
+        memory.store = self
+        peers.share(_ASK, self._tell)
 
-    async def find(self, capsule: CapsuleId, scope: Scope) -> CapsuleState | None:
-        """Ask the others for a capsule; None: no other knows its state.
+    # The memory: `TextStore`
 
-        Its text is here afterwards, if the one that answered has it. Raises LookupIncomplete.
+    def put(
+        self, capsule: CapsuleId, entry: CapsuleTokens, before: CapsuleTokens | None = None
+    ) -> None:
+        last = None if before is None else before.path.stored
+        edition = 0
+        if before is not None and last is not None and last.capsule == capsule:
+            edition = last.edition
+            if before.path is not entry.path:  # another text under its id
+                before.path.stored, edition = None, edition + 1
+        text = self._packed(capsule, entry, edition)
+        self._bucket.put_soon(owner_of(text.scope), capsule, text)
+        if entry.path.stored is None or entry.path.stored.capsule == capsule:
+            entry.path.stored = StoredAs(capsule, edition, text.depth, text.since)
+
+    def drop(self, capsule: CapsuleId, entry: CapsuleTokens) -> None:
+        entry.path.stored = None
+        self._bucket.delete_soon(owner_of(entry.path.scope), capsule)
+
+    def _packed(self, capsule: CapsuleId, entry: CapsuleTokens, edition: int) -> StoredText:
+        now = self._wall_clock()
+        tails: list[Tokens] = []
+        path: TokenPath | None = entry.path
+        while path is not None and (path.stored is None or path.stored.capsule == capsule):
+            tails.append(path.tail)
+            path = path.parent
+        base = None if path is None else path.stored
+        if base is None or base.depth >= MAX_DEPTH or base.since < now - TTL_S / 2:
+            base, tails = None, [entry.path.tokens()]
+        elif path is not None:
+            path.is_continued = True
+        return StoredText(
+            tokens=b"".join(map(pack_tokens, reversed(tails))),
+            scope=entry.path.scope,
+            grammar=entry.grammar,
+            ttl_s=entry.ttl_s,
+            weights=entry.weights,
+            continuation=entry.continuation,
+            parent="" if base is None else base.capsule,
+            parent_edition=0 if base is None else base.edition,
+            edition=edition,
+            depth=0 if base is None else base.depth + 1,
+            made=now,
+            since=now if base is None else base.since,
+        )
+
+    def renew(self, capsule: CapsuleId) -> None:
+        """`capsule` is used: its text is to stay for longer."""
+        entry = self._memory.get(capsule)
+        if entry is None or entry.ttl_s is None or (stored := entry.path.stored) is None:
+            return
+        if stored.capsule == capsule and stored.since < self._wall_clock() - TTL_S / 2:
+            self.put(capsule, entry, entry)
+
+    # Other gateways' texts
+
+    async def fetch(self, capsule: CapsuleId, scope: Scope) -> bool:
+        """Whether the text of `capsule` is in the memory now.
+
+        Raises UnknownCapsule if it was released; Unavailable where it may be, and nobody can be asked.
         """
-        return await self._ask(capsule, scope, _ANYTHING)
+        if capsule in self._memory or await self.read(capsule, scope) is not None:
+            return True
+        raw = await self._peers.ask_maker(_ASK, capsule, scope)
+        if not raw:
+            return raw is not None and await self.read(capsule, scope) is not None
+        text = decode_text(raw)
+        self._take(capsule, text, TokenPath(None, unpack_tokens(text.tokens), text.scope))
+        return True
 
-    async def fetch(self, capsule: CapsuleId, scope: Scope) -> None:
-        """Ask the others for the text of `capsule`: it is here afterwards, if one has it and answers."""
-        if capsule not in self._memory:
-            try:
-                await self._ask(capsule, scope, _TEXT)
-            except LookupIncomplete as error:
-                log.info("the text of a capsule was not told: %s", error)
+    async def read(self, capsule: CapsuleId, scope: Scope) -> StoredText | None:
+        """As `fetch`, from the store alone: the value there."""
+        found = await self._bucket.get(scope, capsule)
+        if found is None:
+            return None
+        text = found.value
+        if text.is_released:
+            self._memory.forget(capsule)
+            raise UnknownCapsule(capsule)
+        rest = [(capsule, text)]
+        path: TokenPath | None = None
+        while text.parent:
+            parent = CapsuleId(text.parent)
+            path = self._remembered(parent, text.parent_edition)
+            if path is not None:
+                break
+            found = await self._bucket.get(scope, parent)
+            if found is None or found.value.edition != text.parent_edition:
+                log.info("the text that capsule %s begins with is not stored any more", capsule)
+                return None
+            text = found.value
+            rest.append((parent, text))
+        for name, each in reversed(rest):
+            if each.tokens or path is None:
+                path = TokenPath(path, unpack_tokens(each.tokens), each.scope)
+                path.stored = StoredAs(name, each.edition, each.depth, each.since)
+                path.is_continued = True  # as far as this gateway knows
+        assert path is not None, "it has at least its own text"
+        self._take(capsule, rest[0][1], path)
+        return rest[0][1]
 
     def want(self, capsule: CapsuleId, scope: Scope) -> None:
         """As `fetch`, in the background: the text will be needed if the capsule's worker is lost."""
-        if capsule not in self._memory and self._records.has_others:
-            self._records.tasks.spawn(self.fetch(capsule, scope))
+        if capsule not in self._memory and capsule not in self._wanted:
+            self._wanted.add(capsule)
+            self._tasks.spawn(self._fetch_wanted(capsule, scope), name="a capsule's text")
 
-    def forget(self, capsule: CapsuleId, scope: Scope) -> None:
-        """Forget `capsule` here and everywhere."""
-        self._forget(capsule, scope)
-        self._records.forget(_KIND, capsule, scope)
+    async def check(self, capsule: CapsuleId, scope: Scope) -> None:
+        """Before `capsule` is computed again from the memory: raises UnknownCapsule if it was released.
 
-    def leave_to(self, heir: str) -> None:
-        """Have the gateway `heir` know the kept capsules that were made here, and answer for them."""
-        for capsule, entry in self._memory.own_kept():
-            known = encode(_known(None, entry))
-            self._records.copy(_KIND, capsule, owner_of(entry.path.scope), known, to=heir)
-
-    async def _ask(self, capsule: CapsuleId, scope: Scope, wanted: bytes) -> CapsuleState | None:
-        """The answer to one question, which goes on if one of those that wait for it is cancelled."""
-        key = capsule, wanted
-        asked = self._asked.get(key)
-        if asked is None:
-            asked = self._asked[key] = asyncio.get_running_loop().create_future()
-            self._records.tasks.spawn(self._answer(asked, capsule, scope, wanted))
-        return await asyncio.shield(asked)
-
-    async def _answer(
-        self,
-        asked: asyncio.Future[CapsuleState | None],
-        capsule: CapsuleId,
-        scope: Scope,
-        wanted: bytes,
-    ) -> None:
-        error: MalleeError = LookupIncomplete("it shuts down")
-        state = None
+        At another gateway, that is, as far as the store can be asked.
+        """
         try:
-            raw = await self._records.fetch(_KIND, capsule, scope, given=wanted, wait_s=ASK_S)
-            state = None if raw is None else self._hear(capsule, raw, is_own=False)
-        except CodecError:
-            log.exception("another gateway's answer about a capsule was refused")
-            error = LookupIncomplete("the answer of another one can't be read")
-        except MalleeError as refusal:
-            error = refusal
-        else:
-            asked.set_result(state)
+            found = await self._bucket.get(scope, capsule)
+        except StoreAway:
+            return
+        if found is not None and found.value.is_released:
+            self._memory.forget(capsule)
+            raise UnknownCapsule(capsule)
+
+    async def release(self, capsule: CapsuleId, scope: Scope) -> None:
+        """Have no gateway compute `capsule` again, from when the store has it on."""
+        text, entry = StoredText(), self._memory.get(capsule)
+        stored = None if entry is None else entry.path.stored
+        if entry is None:
+            with suppress(StoreAway):
+                found = await self._bucket.get(scope, capsule)
+                text = text if found is None else found.value
+        elif stored is not None and stored.capsule == capsule and self._may_begin(entry.path):
+            text = self._packed(capsule, entry, stored.edition)
+        self._memory.forget(capsule)
+        self._bucket.put_soon(scope, capsule, structs.replace(text, is_released=True))
+
+    async def released(self, capsule: CapsuleId, scope: Scope) -> None:
+        """Return when other gateways can see a release, or can't soon."""
+        if self._store.is_up:
+            await self._bucket.settled(scope, capsule, RELEASE_S)
+
+    def close(self) -> None:
+        """Leave the store as it is: what ends from now on ends with this gateway alone."""
+        self._memory.store = None
+
+    async def _fetch_wanted(self, capsule: CapsuleId, scope: Scope) -> None:
+        try:
+            await self.fetch(capsule, scope)
+        except MalleeError as error:
+            log.info("the text of a capsule was not told: %s", error)
         finally:
-            del self._asked[capsule, wanted]
-            if not asked.done():
-                asked.set_exception(error)
-                asked.exception()  # all that waited may be gone
+            self._wanted.discard(capsule)
 
-    def _hear(self, capsule: CapsuleId, raw: bytes, *, is_own: bool) -> CapsuleState | None:
-        known = decode_known(raw)
-        if known.tokens is not None:
-            path = TokenPath(None, unpack_tokens(known.tokens), known.scope)
-            entry = CapsuleTokens(
-                path=path,
-                grammar=known.grammar,
-                ttl_s=known.ttl_s,
-                weights=known.weights,
-                is_own=is_own,
-                continuation=known.continuation,
-            )
-            self._memory.keep(capsule, entry)
-        return known.state
+    def _may_begin(self, path: TokenPath) -> bool:
+        """Whether another stored text may begin with that of `path`."""
+        return path.is_continued or bool(self._peers.others)
 
-    async def _tell(self, name: str, scope: Scope, wanted: bytes) -> bytes | None:
+    def _remembered(self, capsule: CapsuleId, edition: int) -> TokenPath | None:
+        entry = self._memory.get(capsule)
+        stored = None if entry is None else entry.path.stored
+        is_same = stored is not None and (stored.capsule, stored.edition) == (capsule, edition)
+        return entry.path if entry is not None and is_same else None
+
+    def _take(self, capsule: CapsuleId, text: StoredText, path: TokenPath) -> None:
+        entry = CapsuleTokens(
+            path=path,
+            grammar=text.grammar,
+            ttl_s=text.ttl_s,
+            weights=text.weights,
+            is_own=False,
+            continuation=text.continuation,
+        )
+        self._memory.keep(capsule, entry, is_stored=True)
+
+    async def _tell(self, name: str, scope: Scope, _: bytes) -> bytes | None:
+        """The text of a capsule that is not in the store, or b"": it is there now."""
         capsule = CapsuleId(name)
-        entry, state = self._memory.get(capsule), self._known.state(capsule)
-        if state is not None and state.is_promised:
-            return encode(CapsuleKnown(state))  # its text is that of the prefill, which may fail
-        if entry is None and (state is None or wanted == _TEXT):
+        entry = self._memory.get(capsule)
+        if entry is None:
             return None
-        return encode(CapsuleKnown(state) if entry is None else _known(state, entry))
-
-    def _take_over(self, name: str, scope: Scope, raw: bytes) -> None:
-        """A gateway that ends leaves a capsule to this one, which makes it again from now on."""
-        self._hear(CapsuleId(name), raw, is_own=True)
-
-    def _forget(self, name: str, scope: Scope) -> None:
-        self._memory.forget(CapsuleId(name))
-        self._known.on_forgotten(CapsuleId(name))
-
-
-def _known(state: CapsuleState | None, entry: CapsuleTokens) -> CapsuleKnown:
-    return CapsuleKnown(
-        state=state,
-        tokens=pack_tokens(entry.path.tokens()),
-        scope=entry.path.scope,
-        grammar=entry.grammar,
-        ttl_s=entry.ttl_s,
-        weights=entry.weights,
-        continuation=entry.continuation,
-    )
+        text = structs.replace(
+            self._packed(capsule, entry, 0), tokens=pack_tokens(entry.path.tokens()), parent=""
+        )
+        raw = encode(text)
+        if len(raw) <= MAX_TOLD_NBYTES:
+            return raw
+        await self._bucket.put(scope, capsule, text)
+        return b""

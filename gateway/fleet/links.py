@@ -163,11 +163,6 @@ class WorkerLinks:
         return None if self._bookings is None else self._bookings.replicas.names
 
     @property
-    def newest_gateway(self) -> str | None:
-        """The other gateway that came last, if there is one."""
-        return None if self._bookings is None else self._bookings.replicas.newest
-
-    @property
     def others_metrics(self) -> dict[str, str]:
         """Addresses of other gateways' metrics, as far as bookings are shared."""
         return {} if self._bookings is None else self._bookings.others_metrics

@@ -5,7 +5,7 @@ Everything here is tokens; text (templates, tokenizing, stop strings) belongs to
 
 import asyncio
 from collections import deque
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 
 from mallee.protocol.errors import MalleeError, SlowReader
 from mallee.protocol.ids import CapsuleId, WorkerId
@@ -111,13 +111,15 @@ class DeltaQueue:
             self._error = SlowReader(self._size, unread_s)
             self._branches.clear()
             self._waiting.clear()
-        self._wake()
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
         return self._error is None
 
     def end(self) -> None:
         """Nothing follows what waits."""
         self._is_over = True
-        self._wake()
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     def take(self) -> Delta | None:
         """Take what waits of one branch; None if nothing does."""
@@ -126,6 +128,9 @@ class DeltaQueue:
         self._unread_since = None
         branch = self._branches.popleft()
         deltas = self._waiting.pop(branch)
+        if len(deltas) == 1:
+            self._size -= _size(deltas[0])
+            return deltas[0]
         num = size = 0
         for delta in deltas:
             num += 1
@@ -137,26 +142,25 @@ class DeltaQueue:
             self._waiting[branch] = deltas[num:]
             del deltas[num:]
         self._size -= size
-        return delta if num == 1 else _merged(deltas)
+        return _merged(deltas)
 
-    async def get(self) -> Delta | None:
-        """Take what waits of one branch, once something does; None at the end. Raises SlowReader."""
-        while not self._branches:
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Delta:
+        """Take what waits of one branch, once something does. Raises SlowReader."""
+        while (delta := self.take()) is None:
             if self._error is not None:
                 raise self._error
             if self._is_over:
-                return None
+                raise StopAsyncIteration
             assert self._reader is None, "a queue has one reader"
             self._reader = asyncio.get_running_loop().create_future()
             try:
                 await self._reader
             finally:
                 self._reader = None
-        return self.take()
-
-    def _wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+        return delta
 
 
 def _size(delta: Delta) -> int:

@@ -3,18 +3,18 @@
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mallee.gateway.requests.deltas import Delta, DeltaQueue
 from mallee.gateway.requests.lives import RequestLife
 from mallee.gateway.requests.observers import Observer
-from mallee.gateway.requests.verdict import Comparison
 from mallee.protocol.errors import MalleeError
 from mallee.protocol.hashing import Tokens
 from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
 from mallee.protocol.messages import FinishReason
 from mallee.router.dispatch.effects import Deliver
 from mallee.router.dispatch.shards import Shard
+from mallee.router.dispatch.verdicts import Comparison
 from mallee.router.placement.placer import Placement
 from mallee.runtime.telemetry.logs import ids
 
@@ -56,7 +56,17 @@ class RunningRequest:
 
     __slots__ = (
         *("_branches", "_clock", "_comparison", "_deltas", "_is_held_elsewhere", "_is_over"),
-        *("_life", "_observers", "_open", "_owner", "_weights", "placed", "request", "trace"),
+        *(
+            "_life",
+            "_observers",
+            "_open",
+            "_owner",
+            "_weights",
+            "placed",
+            "request",
+            "take",
+            "trace",
+        ),
         "worker",
     )
 
@@ -84,6 +94,7 @@ class RunningRequest:
         self._clock = clock
         self._open = set(range(len(life.branches)))
         self._deltas = DeltaQueue()
+        self.take = self._deltas.take  # the next delta if one waits; None also at the end
         self._is_held_elsewhere = False  # more of the prompt than where branch 0 is
         self._weights: dict[int, str] = {}  # that branches began with
         self._is_over = False
@@ -102,18 +113,8 @@ class RunningRequest:
             await self.aclose()
             raise
 
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Delta:
-        delta = await self._deltas.get()
-        if delta is None:
-            raise StopAsyncIteration
-        return delta
-
-    def take(self) -> Delta | None:
-        """The next delta if one waits; None also at the end."""
-        return self._deltas.take()
+    def __aiter__(self) -> DeltaQueue:
+        return self._deltas
 
     def cancel(self, branch: int) -> None:
         """End one branch early: nothing of it follows the deltas that wait."""
@@ -145,7 +146,8 @@ class RunningRequest:
 
     async def aclose(self) -> None:
         """Cancel every branch still running. Idempotent."""
-        self._cancel_all()
+        if self._open:
+            self._cancel_all()
 
     def _cancel_all(self) -> None:
         if self._open:

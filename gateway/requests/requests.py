@@ -5,14 +5,14 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from mallee.gateway.capsules.capsules import CapsuleInfo, Capsules
+from mallee.gateway.capsules.promises import PromiseObserver
 from mallee.gateway.fleet.questions import ANSWER_S
+from mallee.gateway.peers import Peers
 from mallee.gateway.recording.recorder import Recorder, SessionTape
-from mallee.gateway.records import SharedRecords
 from mallee.gateway.requests.lives import Lives
 from mallee.gateway.requests.meter import Meter
 from mallee.gateway.requests.observers import Observer
 from mallee.gateway.requests.request import RunningRequest, refuse
-from mallee.gateway.requests.verdict import Comparison
 from mallee.gateway.sessions.sessions import GatewaySessions
 from mallee.gateway.shell import GatewayContext, Shell
 from mallee.protocol.codec import Decoder, encode
@@ -27,7 +27,7 @@ from mallee.protocol.hashing import Tokens
 from mallee.protocol.ids import CapsuleId, RequestId, Scope, account_of
 from mallee.protocol.messages import Capture
 from mallee.router.dispatch.inboxes import Injection
-from mallee.router.dispatch.jobs import Job
+from mallee.router.dispatch.jobs import ForkJob, Job
 from mallee.router.dispatch.token_memory import TokenMemory
 from mallee.router.dispatch.verdicts import RecentPrompts
 from mallee.runtime.telemetry.logs import ids, session_digest
@@ -68,7 +68,7 @@ class Requests:
         shell: Shell,
         capsules: Capsules,
         sessions: GatewaySessions,
-        records: SharedRecords,
+        peers: Peers,
         memory: TokenMemory,
         *,
         recorder: "Recorder | None",
@@ -81,13 +81,13 @@ class Requests:
         self._running = shell.running
         self._capsules = capsules
         self._sessions = sessions
-        self._records = records
+        self._peers = peers
         self._memory = memory
         self._recorder = recorder
         self._spans = spans
         self._lives = Lives()
         self._recent = RecentPrompts(context.router.config.block_size)
-        records.share(_CAPTURE, self._answer_capture)
+        peers.share(_CAPTURE, self._answer_capture)
 
     # Begin
 
@@ -130,7 +130,8 @@ class Requests:
         began = self._context.clock()
         self._shell.check_open()
         if job.capsule is not None:
-            await self._capsules.learn(job.capsule, job.scope)
+            is_kept = isinstance(job, ForkJob) and job.keep_s is not None
+            await self._capsules.learn(job.capsule, job.scope, is_kept=is_kept)
         session = await self._record_of(job) if job.terms.is_recorded else None
         self._shell.check_open()
         name = name or self._context.ids.new(job.scope)
@@ -161,6 +162,8 @@ class Requests:
         observers: list[Observer] = [meter, *others]
         if trace is not None:
             observers.append(trace)
+        if job.makes is not None:
+            observers.append(PromiseObserver(self._capsules.changes, job.makes))
         try:
             self._dispatcher.submit(name, job)
         except MalleeError as error:
@@ -176,12 +179,11 @@ class Requests:
         if log.isEnabledFor(logging.DEBUG):
             extra = ids(request=name, session=session_digest(job.terms.tenant, job.terms.session))
             log.debug("%s begins with %d branches", name, job.num_branches, extra=extra)
-        block_size = context.router.config.block_size
         request = self._running[name] = RunningRequest(
             name,
             owner=self,
             life=life,
-            comparison=Comparison.of(name, job, self._recent, block_size, weights.label),
+            comparison=self._recent.compare(name, job, weights.label),
             observers=observers,
             trace=trace,
             clock=context.clock,
@@ -192,7 +194,7 @@ class Requests:
         """The record of the job's session, once the text of its capsule is here. Raises InvalidParameter."""
         session = self.recorder.session(job.scope, job.terms.session, job.terms.owner)
         if job.capsule is not None and not session.knows(job.capsule):
-            await self._capsules.texts.fetch(job.capsule, job.scope)
+            await self._capsules.remember(job.capsule, job.scope)
         return session
 
     @property
@@ -261,7 +263,7 @@ class Requests:
         self, request: RequestId, branch: int, ttl_s: float, scope: Scope
     ) -> CapsuleInfo:
         given = encode((branch, ttl_s))
-        raw = await self._records.fetch(_CAPTURE, request, scope, given=given, wait_s=ANSWER_S)
+        raw = await self._peers.ask_maker(_CAPTURE, request, scope, given=given, wait_s=ANSWER_S)
         if raw is None:
             raise UnknownBranch(request, branch)
         return await self._capsules.inspect(CapsuleId(raw.decode()), scope)

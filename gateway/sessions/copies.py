@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -206,8 +207,16 @@ class SessionCopies:
         return tree.head(self._gateway, self._keep_s)
 
     def _evicted(self, tree: SessionTree) -> None:
+        """Have the store forget it too, if nobody else uses it."""
+
+        async def forget() -> None:
+            with suppress(Unavailable):
+                entry = await self.stored.head(tree.key, tree.entry)
+                if entry is not None and entry.value.gateway == self._gateway:
+                    await self.stored.delete(tree)
+
         if tree.entry is not None and tree.entry.value.gateway == self._gateway:
-            self.stored.delete_soon(tree)  # nobody else uses it
+            self.tasks.spawn(forget())
 
 
 def _place(head: SessionHead) -> tuple[float, str]:

@@ -1,1 +1,4 @@
-"""What outlives a gateway: values that clients can name, in the broker's buckets."""
+"""Values that clients can name and that outlive a gateway, in the broker's buckets.
+
+Knows the bus. Must not know what the values mean.
+"""

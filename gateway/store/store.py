@@ -15,9 +15,11 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Container
-from contextlib import aclosing
-from typing import Final, Generic, NamedTuple, TypeVar
+from collections.abc import AsyncGenerator, Callable, Container, Iterator
+from contextlib import aclosing, contextmanager
+from typing import Final, Generic, Literal, NamedTuple, TypeVar
+
+import msgspec
 
 from mallee.gateway.store.names import key_of, name_of
 from mallee.protocol.codec import Decoder, encode
@@ -87,25 +89,37 @@ class Write(NamedTuple):
 
 
 class StoreTerms(NamedTuple):
-    """How the broker keeps the buckets."""
+    """Terms of the buckets at the broker, whose names begin with the store's."""
 
+    name: str
     is_in_memory: bool = False
     num_replicas: int = 1
 
 
 class Store:
-    """The buckets of one fleet at a gateway's broker. Belongs to its event loop."""
+    """The buckets of a gateway's broker. Belongs to its event loop."""
 
-    def __init__(self, bus: Bus, fleet: str, terms: StoreTerms | None = None) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        terms: StoreTerms,
+        answered: Callable[[str, float], None] = lambda how, seconds: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`answered(how, seconds)` is told of each read and each write that was waited for."""
         self._bus = bus
-        self._subjects = Subjects.of(fleet)
-        self._terms = terms or StoreTerms()
+        self._answered = answered
+        self._clock = clock
+        self._subjects = Subjects.of(terms.name)
+        self._terms = terms
         self._waiting: dict[tuple[str, str], Write] = {}  # by bucket and key, the oldest first
         self._sent: dict[tuple[str, str], Write] = {}  # under way
         self._nbytes = 0  # of both
+        self._settling: dict[tuple[str, str], asyncio.Event] = {}  # that are waited for
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self.num_refused = 0  # writes that found no room
+        self.written_nbytes = 0
         self.tasks = Tasks("the gateways' store")
 
     @property
@@ -122,17 +136,57 @@ class Store:
         return self._nbytes
 
     def bucket(
-        self, name: str, kind: type[T], *, version: int, ttl_s: float, max_nbytes: int
+        self,
+        name: str,
+        kind: type[T],
+        *,
+        version: int,
+        ttl_s: float,
+        max_nbytes: int,
+        is_json: bool = False,
     ) -> "Bucket[T]":
-        """The bucket of values of one kind. `version` (below 256) is that of the kind's layout."""
-        spec = BucketSpec(self._subjects.bucket(name), ttl_s, max_nbytes, *self._terms)
-        return Bucket(self, self._bus.buckets, spec, Decoder(kind, f"a value of {name!r}"), version)
+        """The bucket of values of one kind. `version` (below 256) is that of the kind's layout.
+
+        `is_json`: they have parts that clients give, whose numbers may be longer than msgpack has.
+        """
+        spec = BucketSpec(
+            name=self._subjects.bucket(name),
+            ttl_s=ttl_s,
+            max_nbytes=max_nbytes,
+            is_in_memory=self._terms.is_in_memory,
+            num_replicas=self._terms.num_replicas,
+        )
+        decode = Decoder(kind, f"a value of {name!r}", is_json=is_json)
+        encoded = msgspec.json.encode if is_json else encode
+        return Bucket(self, self._bus.buckets, spec, Layout(version, encoded, decode))
+
+    @contextmanager
+    def asking(self, how: Literal["read", "write"]) -> Iterator[None]:
+        """Ask the broker. Raises StoreAway."""
+        begun = self._clock()
+        try:
+            yield
+        except (ConnectionError, TimeoutError) as error:
+            raise StoreAway(str(error)) from error
+        finally:
+            self._answered(how, self._clock() - begun)
 
     async def flush(self, wait_s: float) -> bool:
         """Wait until all writes are in the store; False: they were not within `wait_s`."""
         try:
             async with asyncio.timeout(wait_s):
                 await self._is_idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def settled(self, spec: BucketSpec, key: str, wait_s: float) -> bool:
+        """As `flush`, for the writes of one key."""
+        if self.pending(spec, key) is None:
+            return True
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._settling.setdefault((spec.name, key), asyncio.Event()).wait()
         except TimeoutError:
             return False
         return True
@@ -178,12 +232,15 @@ class Store:
                 self._nbytes -= self._sent[place].nbytes
                 self._sent[place] = newer
         self._nbytes -= self._sent.pop(place).nbytes
+        if place not in self._waiting and (settling := self._settling.pop(place, None)):
+            settling.set()
         self._begin()
 
     async def _is_put(self, write: Write) -> bool:
         """Whether nothing is left to be done."""
         try:
             await put_whole(self._bus.buckets, write.spec, write.key, write.raw)
+            self.written_nbytes += len(write.raw or b"")
         except StoreFull as error:
             self.num_refused += 1
             log.warning("the gateways' store took no value of %s: %s", write.spec.name, error)
@@ -192,20 +249,25 @@ class Store:
         return True
 
 
+class Layout(NamedTuple, Generic[T]):
+    """The form of a kind's values."""
+
+    version: int
+    encode: Callable[[T], bytes]
+    decode: Decoder[T]
+
+
 class Bucket(Generic[T]):
     """The values of one kind, of all scopes.
 
     Methods that wait raise StoreAway; those that read, OtherLayout.
     """
 
-    def __init__(
-        self, store: Store, buckets: Buckets, spec: BucketSpec, decode: Decoder[T], version: int
-    ) -> None:
+    def __init__(self, store: Store, buckets: Buckets, spec: BucketSpec, layout: Layout[T]) -> None:
         self._store = store
         self._buckets = buckets
         self._spec = spec
-        self._decode = decode
-        self._version = version
+        self._layout = layout
 
     async def get(self, scope: Scope, name: str, known: Entry[T] | None = None) -> Entry[T] | None:
         """The value as it is now: `known` itself, if that is it still. None: there is none."""
@@ -216,19 +278,12 @@ class Bucket(Generic[T]):
 
         Raises StoreFull.
         """
-        try:
-            raw = self._packed(value)
-            return await put_whole(self._buckets, self._spec, key_of(scope, name), raw, at)
-        except (ConnectionError, TimeoutError) as error:
-            raise StoreAway(str(error)) from error
+        return await self._put(key_of(scope, name), value, at)
 
     async def delete(self, scope: Scope, name: str) -> None:
         """Returns once it is gone, with all below it."""
-        key = key_of(scope, name)
-        try:
-            await self._buckets.delete(self._spec, key)
-        except (ConnectionError, TimeoutError) as error:
-            raise StoreAway(str(error)) from error
+        with self._store.asking("write"):
+            await self._buckets.delete(self._spec, key_of(scope, name))
 
     def put_soon(self, scope: Scope, name: str, value: T) -> None:
         """Store it in the background."""
@@ -238,29 +293,23 @@ class Bucket(Generic[T]):
         """Forget it, and all below it, in the background."""
         self._store.write_soon(Write(self._spec, key_of(scope, name), None))
 
+    async def settled(self, scope: Scope, name: str, wait_s: float) -> bool:
+        """Wait until all writes of a name are in the store; False: they were not within `wait_s`."""
+        return await self._store.settled(self._spec, key_of(scope, name), wait_s)
+
     async def names(self, scope: Scope) -> list[str]:
         """All names of `scope`, in order."""
-        return sorted(map(name_of, await self._keys_below(key_of(scope))))
+        return sorted(map(name_of, await self._keys(key_of(scope))))
 
-    async def _keys_below(self, prefix: str) -> list[str]:
-        """The keys of one part more than `prefix` has."""
-        try:
-            keys = await self._buckets.keys(self._spec, prefix)
-        except (ConnectionError, TimeoutError) as error:
-            raise StoreAway(str(error)) from error
-        depth = prefix.count(".") + 1
-        return [key for key in keys if key.count(".") == depth]
+    def nbytes(self, value: T) -> int:
+        """As it is stored."""
+        return len(self._packed(value))
 
     # Values below a name, in an order of their own: events, nodes of a tree
 
     async def append(self, scope: Scope, name: str, below: str, value: T) -> None:
         """Store a value below `name`, which goes with that."""
-        try:
-            await put_whole(
-                self._buckets, self._spec, key_of(scope, name, below), self._packed(value)
-            )
-        except (ConnectionError, TimeoutError) as error:
-            raise StoreAway(str(error)) from error
+        await self._put(key_of(scope, name, below), value, None)
 
     def append_soon(self, scope: Scope, name: str, below: str, value: T) -> None:
         write = Write(self._spec, key_of(scope, name, below), self._packed(value))
@@ -288,13 +337,18 @@ class Bucket(Generic[T]):
         """Whether what was put below `name`, or forgotten, is not in the store yet."""
         return self._store.pending(self._spec, key_of(scope, name, below)) is not None
 
+    async def get_below(self, scope: Scope, name: str, below: str) -> T | None:
+        """A value below `name`."""
+        entry = await self._get(key_of(scope, name, below), None)
+        return None if entry is None else entry.value
+
     async def names_below(self, scope: Scope, name: str) -> list[str]:
         """The names of the values below `name`, in order."""
-        return sorted(map(name_of, await self._keys_below(key_of(scope, name))))
+        return sorted(map(name_of, await self._keys(key_of(scope, name))))
 
     async def all_below(self, scope: Scope, name: str, known: Container[str] = ()) -> dict[str, T]:
         """The values below `name` now, but for those that are `known`."""
-        keys = sorted(await self._keys_below(key_of(scope, name)))
+        keys = sorted(await self._keys(key_of(scope, name)))
         keys = [key for key in keys if name_of(key) not in known]
         entries = await asyncio.gather(*(self._get(key, None) for key in keys))
         return {
@@ -305,15 +359,27 @@ class Bucket(Generic[T]):
 
     # Bytes
 
+    async def _put(self, key: str, value: T, at: int | None) -> int | None:
+        raw = self._packed(value)
+        with self._store.asking("write"):
+            revision = await put_whole(self._buckets, self._spec, key, raw, at)
+        self._store.written_nbytes += len(raw) if revision is not None else 0
+        return revision
+
     async def _get(self, key: str, known: Entry[T] | None) -> Entry[T] | None:
         waiting = self._store.pending(self._spec, key)
         if waiting is not None:
             return None if waiting.raw is None else Entry(self._read(waiting.raw), 0)
-        try:
+        with self._store.asking("read"):
             stored = await self._buckets.get(self._spec, key)
             return None if stored is None else await self._whole(key, stored, known)
-        except (ConnectionError, TimeoutError) as error:
-            raise StoreAway(str(error)) from error
+
+    async def _keys(self, above: str) -> list[str]:
+        """The keys right below another, without those of parts."""
+        with self._store.asking("read"):
+            keys = await self._buckets.keys(self._spec, above)
+        depth = above.count(".") + 1
+        return [key for key in keys if key.count(".") == depth]
 
     async def _whole(self, key: str, stored: Stored, known: Entry[T] | None) -> Entry[T] | None:
         """None: its parts went meanwhile."""
@@ -323,12 +389,13 @@ class Bucket(Generic[T]):
         return None if raw is None else Entry(self._read(raw), stored.revision)
 
     def _packed(self, value: T) -> bytes:
-        return bytes((self._version,)) + encode(value)
+        return bytes((self._layout.version,)) + self._layout.encode(value)
 
     def _read(self, raw: bytes) -> T:
-        if raw[:1] != bytes((self._version,)):
-            raise OtherLayout(self._spec.name, raw[0] if raw else -1, self._version)
-        return self._decode(raw[1:])
+        version = self._layout.version
+        if raw[:1] != bytes((version,)):
+            raise OtherLayout(self._spec.name, raw[0] if raw else -1, version)
+        return self._layout.decode(raw[1:])
 
 
 _WHOLE: Final = b"\x00"

@@ -208,7 +208,10 @@ ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "fa
 
 
 class Response(Body, frozen=True, kw_only=True):
-    """OpenAI's. `mallee`: of its last choice, and how its prompt was made (`turn`, `new_tokens`)."""
+    """OpenAI's. `mallee`: of its last choice, and how its prompt was made (`turn`, `new_tokens`).
+
+    `store` is false, and `mallee.not_stored` says why, of one that was to be stored and could not be.
+    """
 
     id: str
     object: Literal["response"]

@@ -1,4 +1,4 @@
-"""A gateway's knowledge of a capsule, as it tells others: its worker, and its text to compute it anew."""
+"""Capsules between gateways: the state of each, as its maker tells it, and its text, as the store has it."""
 
 from typing import Any, Final
 
@@ -23,20 +23,30 @@ class CapsuleState(msgspec.Struct, frozen=True, array_like=True):
     error: tuple[str, str, dict[str, Any]] | None = None
 
 
-class CapsuleKnown(msgspec.Struct, frozen=True, array_like=True):
-    """`tokens` are packed as in commands; None: the text is not known.
+class StoredText(msgspec.Struct, frozen=True, array_like=True):
+    """A capsule's text: `tokens`, packed as in commands, after the whole text of `parent` ("": of nothing).
 
-    `weights` made it, `grammar` is what its text is in, `ttl_s` what its maker asked for (None: an answer
-    left it), `continuation` the branch that left it.
+    The parent's `edition` must be `parent_edition`: else its text was replaced since. One that `is_released`
+    is no capsule any more, but others may begin with its text. `weights` made it, `grammar` is what its text
+    is in, `ttl_s` what its maker asked for (None: an answer left it), `continuation` the branch that left
+    it. `made` is when it was stored and `since` when the oldest of its parents was, in seconds since the
+    epoch; `depth` is their number.
     """
 
-    state: CapsuleState | None = None
-    tokens: bytes | None = None
+    tokens: bytes = b""
     scope: Scope = COMMON
     grammar: Grammar | None = None
     ttl_s: float | None = None
     weights: WeightVersion = BASE_WEIGHTS
     continuation: Continuation | None = None
+    parent: str = ""
+    parent_edition: int = 0
+    edition: int = 0
+    depth: int = 0
+    made: float = 0.0
+    since: float = 0.0
+    is_released: bool = False
 
 
-decode_known: Final = Decoder(CapsuleKnown, "what is known of a capsule")
+decode_state: Final = Decoder(CapsuleState, "the state of a capsule")
+decode_text: Final = Decoder(StoredText, "the text of a capsule")

@@ -71,6 +71,7 @@ from mallee.router.dispatch.effects import (
     Ended,
     Failed,
     LetGo,
+    Missing,
     NotInjected,
     Placed,
     Rebuilt,
@@ -79,12 +80,11 @@ from mallee.router.dispatch.effects import (
 )
 from mallee.router.dispatch.inboxes import Inboxes, Injection
 from mallee.router.dispatch.jobs import ForkJob, Job, PrefillJob, abandon_prefill
-from mallee.router.dispatch.promises import BrokenPromises, Promise, not_kept
 from mallee.router.dispatch.queue import HELD, AdmissionConfig
 from mallee.router.dispatch.recovery.capsules import Capsules
 from mallee.router.dispatch.recovery.departures import Departures
+from mallee.router.dispatch.recovery.pending import BrokenPromises, Promise, Rebuilds, not_kept
 from mallee.router.dispatch.recovery.quarantine import Quarantine
-from mallee.router.dispatch.recovery.rebuilds import Rebuilds
 from mallee.router.dispatch.recovery.suspects import Suspects
 from mallee.router.dispatch.shards import Dispatch, Recompute, RequestState, Shard, runs
 from mallee.router.dispatch.texts import Texts
@@ -115,7 +115,8 @@ class DispatchConfig(NamedTuple):
 
     `max_moves`: of one branch from worker to worker. `patience_s`: for which a busy worker may make no
     progress; None: workers never hang. `can_convict`: a request that two workers died of is refused; else
-    suspects are tried for ever.
+    suspects are tried for ever. `asks_first`: if a worker lacks a capsule, it is computed again once the
+    shell has confirmed that no client released it.
     """
 
     admission: AdmissionConfig = AdmissionConfig()
@@ -123,6 +124,7 @@ class DispatchConfig(NamedTuple):
     recheck_s: float | None = RECHECK_S
     patience_s: float | None = None
     can_convict: bool = True
+    asks_first: bool = False
 
 
 class Dispatcher:
@@ -157,12 +159,14 @@ class Dispatcher:
             clock=clock,
             recheck_s=config.recheck_s,
         )
+        self._tickets = self._waiting.queue.tickets  # mostly none
         self._suspects = Suspects(config.patience_s)
         self._quarantine = Quarantine(can_convict=config.can_convict)
         self._departures = Departures()
         self._rebuilds = Rebuilds()
+        self._doubted = set[CapsuleId]()  # of those under way: the shell looks if they are wanted
         self._broken = BrokenPromises()
-        self._capsules = Capsules(router, texts, self._departures)
+        self._capsules = Capsules(router, texts, self._departures.by_worker)
         self._inboxes = Inboxes()
         self._effects: list[Effect] = []
         self._has_had_workers = False
@@ -178,12 +182,9 @@ class Dispatcher:
     def _submit(self, state: RequestState) -> None:
         request, job = state.id, state.job
         assert request not in self._requests, f"{request} is here already"
-        hashes = self._texts.hashes(job)
-        dispatch = Dispatch(
-            *(state, job, range(job.num_branches), hashes),
-            num_moves=0,
-            weights=self._router.weights,
-        )
+        hashes, weights = self._texts.hashes(job), self._router.weights
+        branches = range(len(state.open))
+        dispatch = Dispatch(state, job, branches, hashes, num_moves=0, weights=weights)
         self._requests[request] = state
         if job.makes is not None:
             self._rebuilds.begin(job.makes)
@@ -194,6 +195,9 @@ class Dispatcher:
             if job.makes is not None:
                 self._rebuilds.end(job.makes)
             raise
+        if job.makes is not None and (log := self._texts.log(job, 0)) is not None:
+            ttl_s = job.ttl_s if isinstance(job, PrefillJob) else None
+            log.note(job.makes, 0, job.prompt_tokens, ttl_s)
 
     def cancel(self, request: RequestId, branch: int | None = None) -> None:
         """The client gave up `branch`, or all that was left. Ignored if that is over."""
@@ -276,14 +280,14 @@ class Dispatcher:
             row = branch - shard.branches.start
             if row in shard.open:
                 self._send(shard, Prioritize(shard.name, priority, row))
-        if self._inboxes:
+        if self._inboxes.waiting:
             for row in sorted(shard.open):
                 for injection in self._inboxes.of(shard.state.id, shard.branch_of(row)):
                     self._send_injection(shard, row, injection)
 
     def _drop_inboxes(self, state: RequestState, branches: Iterable[int]) -> None:
         """These branches are over."""
-        if self._inboxes:
+        if self._inboxes.waiting:
             for branch in branches:
                 for name in self._inboxes.drop(state.id, branch):
                     self._effects.append(NotInjected(name, UnknownBranch(state.id, branch)))
@@ -354,7 +358,8 @@ class Dispatcher:
     def _admit(self, dispatch: Dispatch) -> None:
         """Place it now, or let it wait. Raises MalleeError; then nothing of it is booked or waits."""
         is_held = not self._resolve(dispatch)
-        if not is_held and (self._waiting.is_free(dispatch.lane) or dispatch.is_moved):
+        is_next = not self._tickets or dispatch.is_moved or self._waiting.is_free(dispatch.lane)
+        if is_next and not is_held:
             try:
                 self._place(dispatch, True)
             except (Saturated, WorkerLost):
@@ -486,7 +491,8 @@ class Dispatcher:
                 how = part.how if dispatch.text is None else "recompute"
                 self._begin(dispatch, name, part.placement, part.rows, how, part, num_loans)
             home = parts[0].placement
-        self._waiting.note(home.worker)
+        if self._tickets or self._waiting.queue.trying:
+            self._waiting.note(home.worker)
         return home.overlap_blocks
 
     def _route_many(self, dispatch: Dispatch, may_wait: bool) -> Sequence[Part]:
@@ -549,7 +555,7 @@ class Dispatcher:
             self._send(shard, command)
         else:
             self._recompute(shard, holders, is_first=not rows.start)
-        if shard.recompute is None:
+        if shard.recompute is None and (state.priorities or self._inboxes.waiting):
             self._send_changes(shard)
         if shard.job.makes is not None:
             self._promise(shard, shard.job.makes)
@@ -568,10 +574,13 @@ class Dispatcher:
         return Promise(state.job.prompt_tokens, worker, state.arrival)
 
     def lacks(self, capsule: CapsuleId) -> bool:
-        """Whether no worker that stays has `capsule`, and this gateway can't make it. Raises CapsuleStale."""
+        """Whether no worker that stays has `capsule`, and none makes it for this gateway.
+
+        Raises CapsuleStale.
+        """
         if self.promise(capsule) is not None or capsule in self._rebuilds:
             return False
-        return self._capsules.worker_of(capsule) is None and not self._capsules.is_lost(capsule)
+        return self._capsules.worker_of(capsule) is None
 
     def _promising(self, capsule: CapsuleId) -> RequestState | None:
         """The request that computes `capsule` for the first time."""
@@ -580,9 +589,6 @@ class Dispatcher:
 
     def _promise(self, shard: Shard, capsule: CapsuleId) -> None:
         """Have forks of the capsule that `shard` makes follow it to its worker."""
-        if shard.log is not None:
-            ttl_s = shard.job.ttl_s if isinstance(shard.job, PrefillJob) else None
-            shard.log.note(capsule, 0, shard.job.prompt_tokens, ttl_s)
         self._learn_computing(shard, capsule)
         self._let_go(capsule)
 
@@ -597,7 +603,7 @@ class Dispatcher:
         if state is None:
             return True
         for shard in state.shards.values():
-            if shard.worker not in self._departures:
+            if shard.worker not in self._departures.by_worker:
                 # Again: a full directory forgets it.
                 self._learn_computing(shard, capsule)
                 return True
@@ -606,8 +612,6 @@ class Dispatcher:
 
     def _recall(self, shard: Shard, capsule: CapsuleId) -> None:
         """A shard is over that has not made the capsule that it promised; another one may."""
-        if shard.log is not None:
-            shard.log.drop(capsule)
         self._router.forget_capsule(capsule)
         if shard.state.open:
             self._rebuilds.begin(capsule)
@@ -623,9 +627,16 @@ class Dispatcher:
         if state.is_made:
             self._let_go(capsule)
             return
+        if (log := self._texts.log(state.job, 0)) is not None:
+            log.drop(capsule)
         broken = self._broken.get(capsule)
         error = CapsuleAbandoned(capsule) if broken is None else broken.error
         assert error is not None, "it is broken by an error"
+        self._fail_held(capsule, error)
+
+    def _fail_held(self, capsule: CapsuleId, error: MalleeError) -> None:
+        """End what is held for a capsule that will not be there."""
+        self._doubted.discard(capsule)
         for dispatch in self._rebuilds.end(capsule):
             self._waiting.cancel(dispatch)
             self._fail_dispatch(dispatch, error)
@@ -692,8 +703,17 @@ class Dispatcher:
         if recompute.lost:
             self._let_go(recompute.capsule)
 
+    def confirm(self, capsule: CapsuleId, error: MalleeError | None) -> None:
+        """The answer to `Missing`: it may be computed again, or with an `error` not."""
+        if capsule in self._doubted:
+            if error is None:
+                self._let_go(capsule)
+            else:
+                self._fail_held(capsule, error)
+
     def _let_go(self, capsule: CapsuleId) -> None:
         """Try again what was held for `capsule`."""
+        self._doubted.discard(capsule)
         for dispatch in self._rebuilds.end(capsule):
             self._waiting.cancel(dispatch)
             dispatch.state.waiting.remove(dispatch)
@@ -756,7 +776,8 @@ class Dispatcher:
             state.prompts[branch] = prompt
         if update.injected:
             self._inboxes.settle(update.injected)
-        self._tell(state, Deliver(state.id, branch, shard, update, prompt))
+        if not state.is_internal:
+            self._effects.append(Deliver(state.id, branch, shard, update, prompt))
         if update.finish is not None:
             self._end_row(shard, row)
 
@@ -782,7 +803,8 @@ class Dispatcher:
             self._router.observe_hit(shard.name, update.cached_tokens)
         shard.touched = now
         shard.state.blame = 0
-        self._acquit(shard.dispatch)
+        if self._quarantine.trials:
+            self._acquit(shard.dispatch)
 
     def _learn(self, shard: Shard, capsule: CapsuleId, boundary: int, hashes: Any) -> None:
         scope = owner_of(shard.job.scope)
@@ -794,6 +816,10 @@ class Dispatcher:
         if code in _CAPSULE_GONE and capsule is not None:
             self._router.forget_capsule(capsule)
             if self._capsules.text(capsule) is not None:
+                if self._config.asks_first and capsule not in self._rebuilds:
+                    self._rebuilds.begin(capsule)
+                    self._doubted.add(capsule)
+                    self._effects.append(Missing(capsule, owner_of(shard.job.scope)))
                 self._move(shard, "capsule")
                 return
         error = from_wire(update.error)
@@ -922,7 +948,7 @@ class Dispatcher:
 
         `LetGo` follows when that is done and nothing runs there any more, unless it is lost before.
         """
-        if worker in self._departures or worker not in self._lives:
+        if worker in self._departures.by_worker or worker not in self._lives:
             return
         here = self._router.capsules_of(worker)
         known = [
@@ -1029,15 +1055,18 @@ class Dispatcher:
             for shard in list(state.shards.values()):
                 self._close(shard)
             self._fail_branches(state, sorted(state.open), error)
-        for capsule in left:
+        for capsule in (*left, *self._doubted):
             self._rebuilds.end(capsule)
+        self._doubted.clear()
 
     def _end_row(self, shard: Shard, row: int) -> None:
         """A branch is over, and its client knows."""
         state = shard.state
+        branch = shard.branch_of(row)
         shard.open.discard(row)
-        state.open.discard(shard.branch_of(row))
-        self._drop_inboxes(state, (shard.branch_of(row),))
+        state.open.discard(branch)
+        if self._inboxes.waiting:
+            self._drop_inboxes(state, (branch,))
         if not shard.open:
             self._close(shard)
         if not state.open:
@@ -1097,14 +1126,17 @@ class Dispatcher:
             if not here:
                 del self._by_worker[shard.worker]
                 self._suspects.unwatch(shard.worker)
-                self._check_departed(shard.worker)
+                if self._departures.by_worker:
+                    self._check_departed(shard.worker)
         if (recompute := shard.recompute) is not None:
             shard.recompute = None
             del self._shards[recompute.request]
             if recompute.lost:
                 self._let_go(recompute.capsule)
-        self._waiting.wake(shard.worker)
-        self._acquit(shard.dispatch)
+        if self._tickets:
+            self._waiting.wake(shard.worker)
+        if self._quarantine.trials:
+            self._acquit(shard.dispatch)
 
     def _end(self, state: RequestState) -> None:
         """Forget a request none of whose branches is open."""
@@ -1144,10 +1176,11 @@ class Dispatcher:
 
     def next_time(self) -> float | None:
         """The time to call `on_time` next; None: not before something else happens."""
-        first = self._waiting.next_time()
-        for at in (self._suspects.next_time(), self._quarantine.next_time()):
-            if at is not None and (first is None or at < first):
-                first = at
+        first = self._suspects.next_time()
+        if self._tickets or self._quarantine.lost:
+            for at in (self._waiting.next_time(), self._quarantine.next_time()):
+                if at is not None and (first is None or at < first):
+                    first = at
         return first
 
     @property
@@ -1191,8 +1224,9 @@ class Dispatcher:
         promised, unplaced = self._promised()
         under_way = set(self._rebuilds)
         assert made | self._departures.capsules() | unplaced <= under_way, "capsules not under way"
-        assert under_way <= made | self._departures.capsules() | promised, "held for nothing"
-        assert all(each.is_under_way for each in self._quarantine.trials()), "a trial is over"
+        wanted = made | self._departures.capsules() | promised | self._doubted
+        assert self._doubted <= under_way <= wanted, "held for nothing"
+        assert all(each.is_under_way for each in self._quarantine.trials), "a trial is over"
 
     def _promised(self) -> tuple[set[CapsuleId], set[CapsuleId]]:
         """The capsules that are promised, and those of them that are on no worker."""

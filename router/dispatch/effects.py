@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple, TypeAlias
 
 from mallee.protocol.errors import MalleeError
-from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
+from mallee.protocol.ids import CapsuleId, RequestId, Scope, WorkerId
 from mallee.protocol.messages import Command
 from mallee.router.dispatch.shards import Shard
 from mallee.router.placement.fanout_pricing import Prices
@@ -86,6 +86,16 @@ class Rebuilt(NamedTuple):
     worker: WorkerId
 
 
+class Missing(NamedTuple):
+    """A capsule that its worker has not any more, and whose text is known: was it released?
+
+    The shell calls `Dispatcher.confirm` when it knows, or can't.
+    """
+
+    capsule: CapsuleId
+    scope: Scope
+
+
 Effect: TypeAlias = (
-    Placed | Send | Deliver | NotInjected | Failed | Refused | Ended | LetGo | Rebuilt
+    Placed | Send | Deliver | NotInjected | Failed | Refused | Ended | LetGo | Rebuilt | Missing
 )

@@ -24,15 +24,12 @@ class Inboxes:
     """Injections by request and branch, in order."""
 
     def __init__(self) -> None:
-        self._waiting: dict[tuple[RequestId, int], dict[str, Injection]] = {}
+        self.waiting: dict[tuple[RequestId, int], dict[str, Injection]] = {}  # not to be changed
         self._owners: dict[str, tuple[RequestId, int]] = {}
-
-    def __len__(self) -> int:
-        return len(self._owners)
 
     def put(self, request: RequestId, branch: int, injection: Injection) -> None:
         """Raises QueueFull."""
-        waiting = self._waiting.setdefault((request, branch), {})
+        waiting = self.waiting.setdefault((request, branch), {})
         if len(waiting) >= MAX_WAITING:
             raise QueueFull(len(waiting), MAX_WAITING)
         waiting[injection.name] = injection
@@ -40,7 +37,7 @@ class Inboxes:
 
     def of(self, request: RequestId, branch: int) -> Iterable[Injection]:
         """Those that wait for a branch."""
-        return self._waiting.get((request, branch), {}).values()
+        return self.waiting.get((request, branch), {}).values()
 
     def owner(self, name: str) -> tuple[RequestId, int] | None:
         """The request and the branch that an injection waits for; None: it does not."""
@@ -50,17 +47,17 @@ class Inboxes:
         """It is in its branch's text, or never will be. Ignored if it waits no more."""
         owner = self._owners.pop(name, None)
         if owner is not None:
-            waiting = self._waiting[owner]
+            waiting = self.waiting[owner]
             del waiting[name]
             if not waiting:
-                del self._waiting[owner]
+                del self.waiting[owner]
 
     def drop(self, request: RequestId, branch: int) -> Iterator[str]:
         """The branch is over: the names of those that waited for it."""
-        for name in self._waiting.pop((request, branch), {}):
+        for name in self.waiting.pop((request, branch), {}):
             del self._owners[name]
             yield name
 
     def requests(self) -> set[RequestId]:
         """The requests that something waits for."""
-        return {request for request, _ in self._waiting}
+        return {request for request, _ in self.waiting}

@@ -3,11 +3,10 @@
 All kinds of jobs have the same methods: only this module distinguishes them.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Final, NamedTuple, Protocol, Self
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from mallee.protocol.ids import (
     COMMON,
@@ -92,72 +91,31 @@ class Messages(NamedTuple):
 NO_MESSAGES: Final = Messages()
 
 
-class Job(ABC):
-    """A prompt, or a capsule, and the branches that continue it."""
+class _Job:
+    """A prompt, or a capsule, and the branches that continue it: the parts that most kinds have in common.
+
+    Each kind also has its `operation` (OpenTelemetry's word for it, where it has one), the `prompt_tokens` of
+    all its branches, the `suffix_lengths` that they add, the `uncached_tokens` where so many are held, the
+    `part` that is some branches alone, and its `command`, whose branches draw as those from `first_branch` on
+    of an undivided job; `holders` have KV of its prompt.
+    """
 
     __slots__ = ()
 
-    capsule: CapsuleId | None
-    """The capsule that the branches continue, if it is one."""
-    terms: QueueTerms
-    limits: Limits
-    sampling: Sampling
-    grammar: Grammar | None
-    scope: Scope
-    """The owner of the request, and of the capsules that it leaves."""
     makes: CapsuleId | None = None
     """The capsule that it makes, if its client has the id before: wherever it runs, it is that one."""
-
-    @property
-    @abstractmethod
-    def operation(self) -> str:
-        """Its kind, in OpenTelemetry's words for generative AI where they have one."""
-
-    @property
-    def num_branches(self) -> int:
-        return len(self.suffix_lengths)
+    drawn: int = 0
+    """Tokens at the end of the prompt that its one branch drew before, on another worker."""
+    affinity: int = 0
+    """A digest of its owner and its prompt cache key; 0: it has none."""
+    limits: Limits
+    scope: Scope
+    """The owner of the request, and of the capsules that it leaves."""
 
     @property
     def max_tokens(self) -> int:
         """Tokens to generate in each branch, at most."""
         return self.limits.max_tokens
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of the shared prompt; of a fork 0, as its capsule counts them."""
-        return 0
-
-    @property
-    def drawn(self) -> int:
-        """Tokens at the end of the prompt that its one branch drew before, on another worker."""
-        return 0
-
-    @property
-    def affinity(self) -> int:
-        """A digest of its owner and its prompt cache key; 0: it has none."""
-        return 0
-
-    @property
-    @abstractmethod
-    def suffix_lengths(self) -> list[int]:
-        """Tokens that each branch adds to the shared prompt before its answer."""
-
-    @abstractmethod
-    def uncached_tokens(self, held_tokens: int) -> int:
-        """Tokens to compute before the first is generated, where `held_tokens` of the prompt are."""
-
-    @abstractmethod
-    def part(self, rows: range) -> Self:
-        """The job of these branches alone."""
-
-    @abstractmethod
-    def command(
-        self, request: RequestId, first_branch: int = 0, holders: tuple[Holder, ...] = ()
-    ) -> Command:
-        """The worker's command. Branches draw as those from `first_branch` on of an undivided job.
-
-        `holders` have KV of its prompt.
-        """
 
     def abandon(self, request: RequestId, rows: Collection[int], *, is_all: bool) -> list[Command]:
         """The commands that end `rows`, which their reader gave up; `is_all`: they are all that are left.
@@ -168,7 +126,7 @@ class Job(ABC):
         return [*cancels, *(Release(capsule_id(request, row)) for row in sorted(rows))]
 
 
-class _PromptJob(Job):
+class _PromptJob(_Job):
     """A job that begins with tokens of its own."""
 
     __slots__ = ()
@@ -259,6 +217,7 @@ class PrefillJob(_PromptJob):
     limits = Limits(0)
     sampling = Sampling()
     operation = "prefill"
+    num_branches = 1
     tokens: TokenText
     scope: Scope = COMMON
     ttl_s: float = 0.0
@@ -307,7 +266,7 @@ class PrefillJob(_PromptJob):
 
 
 @dataclass(frozen=True, slots=True)
-class ForkJob(Job):
+class ForkJob(_Job):
     """Continue a capsule once per suffix (an empty suffix samples the capsule's own next token).
 
     With `at`, continue its first `at` tokens instead of all. With `resumes`, the one branch goes on as the
@@ -315,6 +274,7 @@ class ForkJob(Job):
     those that are left).
     """
 
+    prompt_tokens = 0  # its capsule counts them
     capsule: CapsuleId
     suffixes: Sequence[TokenText]
     limits: Limits
@@ -370,6 +330,9 @@ class ForkJob(Job):
             keep_s=self.keep_s,
             retain=self.retain,
         )
+
+
+Job: TypeAlias = GenerateJob | PrefillJob | ForkJob
 
 
 def abandon_prefill(request: RequestId, capsule: CapsuleId | None = None) -> list[Command]:

@@ -55,7 +55,7 @@ class AdmissionQueue:
         self.tickets: Mapping[Hashable, Entry] = (
             self._waiting
         )  # that wait, by key; not to be changed
-        self._trying: dict[Hashable, Entry] = {}
+        self.trying: dict[Hashable, Entry] = {}  # those that were popped
         self._per_tenant: dict[str, int] = {}  # waiting or tried
         self._total_weight = 0.0  # of those tenants
         self._deadlines: list[tuple[float, int, Entry]] = []
@@ -66,11 +66,6 @@ class AdmissionQueue:
 
     def __len__(self) -> int:
         return len(self._waiting)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no ticket waits or is being tried."""
-        return not self._waiting and not self._trying
 
     def waiting(self, worker: WorkerId | None) -> int:
         """Tickets in one lane."""
@@ -86,7 +81,7 @@ class AdmissionQueue:
 
         Raises TenantQueueFull, or Overloaded, if it `is_limited`; ValueError if its key is here already.
         """
-        if ticket.key in self._waiting or ticket.key in self._trying:
+        if ticket.key in self._waiting or ticket.key in self.trying:
             raise ValueError(f"{ticket.key} waits already")
         if is_limited:
             self._check_room(ticket)
@@ -118,7 +113,7 @@ class AdmissionQueue:
         if entry is None:
             return None
         ticket = entry.ticket
-        self._trying[ticket.key] = self._waiting.pop(ticket.key)
+        self.trying[ticket.key] = self._waiting.pop(ticket.key)
         return ticket
 
     def push_back(self, ticket: Ticket) -> None:
@@ -126,14 +121,14 @@ class AdmissionQueue:
 
         Several are pushed back in the reverse order of their pops.
         """
-        entry = self._trying.pop(ticket.key)
+        entry = self.trying.pop(ticket.key)
         self._lanes[ticket.worker].push_back(entry)
         self._waiting[ticket.key] = entry
         self._watch(entry)
 
     def settle(self, ticket: Ticket, cost: float, now: float) -> None:
         """End a popped ticket, placed or failed, and charge its tenant `cost`."""
-        entry = self._trying.pop(ticket.key)
+        entry = self.trying.pop(ticket.key)
         lane = self._lanes[ticket.worker]
         lane.settle(entry, cost)
         self._left(ticket)
@@ -165,7 +160,7 @@ class AdmissionQueue:
 
     def retry_after_s(self, now: float, tenant: str | None = None) -> float:
         """Seconds until all tickets that wait now (of `tenant`, at its share) are taken, 1 to 60."""
-        waiting = float(len(self._waiting) + len(self._trying))
+        waiting = float(len(self._waiting) + len(self.trying))
         if tenant is not None:
             of_tenant = self._per_tenant.get(tenant, 0)
             share = self._weight(tenant) / max(self._total_weight, self._weight(tenant))
@@ -178,7 +173,7 @@ class AdmissionQueue:
             lane.check()
         assert sum(map(len, self._lanes.values())) == len(self._waiting), "lanes disagree"
         counts: dict[str, int] = {}
-        for entry in (*self._waiting.values(), *self._trying.values()):
+        for entry in (*self._waiting.values(), *self.trying.values()):
             counts[entry.ticket.tenant] = counts.get(entry.ticket.tenant, 0) + 1
         assert counts == self._per_tenant, "tenant counts disagree"
         watched = {id(item[2]) for item in self._deadlines if item[2].is_waiting}
@@ -186,7 +181,7 @@ class AdmissionQueue:
 
     def _check_room(self, ticket: Ticket) -> None:
         of_tenant = self._per_tenant.get(ticket.tenant, 0)
-        waiting = len(self._waiting) + len(self._trying)
+        waiting = len(self._waiting) + len(self.trying)
         now = ticket.arrival
         if waiting >= self.config.max_waiting:
             raise Overloaded(waiting, self.config.max_waiting, self.retry_after_s(now))
@@ -234,7 +229,7 @@ class AdmissionQueue:
             weight = self._total_weight - self._weight(ticket.tenant)
             self._total_weight = weight if self._per_tenant else 0.0
         lane = ticket.worker
-        if not self._lanes[lane] and all(e.ticket.worker != lane for e in self._trying.values()):
+        if not self._lanes[lane] and all(e.ticket.worker != lane for e in self.trying.values()):
             del self._lanes[lane]
 
 

@@ -63,7 +63,7 @@ class Dispatch:
     """
 
     __slots__ = (
-        *("branches", "hashes", "job", "lane", "lost_with", "num_moves", "queued_at"),
+        *("branches", "hashes", "is_moved", "job", "lane", "lost_with", "num_moves", "queued_at"),
         *("state", "text", "weights"),
     )
 
@@ -84,14 +84,11 @@ class Dispatch:
         self.branches = branches
         self.hashes = hashes
         self.num_moves = num_moves  # workers that its branches were lost with
+        self.is_moved = num_moves > 0
         self.lost_with = lost_with  # the last of them
         self.text: CapsuleText | None = None
         self.lane: WorkerId | None = None  # where it waits: for this worker alone
         self.queued_at: float | None = None  # since when it waited, if it did
-
-    @property
-    def is_moved(self) -> bool:
-        return self.num_moves > 0
 
     @property
     def is_wanted(self) -> bool:
@@ -201,12 +198,15 @@ class Shard:
 
     def hole(self, update: Any) -> WorkerLost | None:
         """The error of a branch at whose end tokens are missing: they were lost on their way."""
-        job, seen = self.job, self.job.drawn + self.counts[update.branch]
-        if update.finish == "length" and job.max_tokens:  # else its limits are its capsule's
-            expected = job.max_tokens
+        job, drawn = self.job, self.job.drawn
+        seen = drawn + self.counts[update.branch]
+        if update.finish == "length" and (
+            most := job.max_tokens
+        ):  # else its limits are its capsule's
+            expected = most
         elif update.finish in ("length", "stop") and update.boundary:
             begun = job.prompt_tokens or update.cached_tokens + update.prefill_tokens
-            expected = update.boundary - (begun - job.drawn)
+            expected = update.boundary - (begun - drawn)
         else:
             return None
         if seen == expected:

@@ -5,7 +5,7 @@ dispatcher needs of either.
 """
 
 from array import array
-from collections.abc import Callable
+from functools import lru_cache
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
@@ -28,6 +28,7 @@ from mallee.router.dispatch.token_memory import CapsuleTokens, TokenMemory, Toke
 from mallee.router.index.hashing import block_hashes
 
 _COPY_TTL_S: Final = 60.0  # of a capsule that is computed to be forked once
+MAX_SALTS: Final = 4096  # of scopes, as strings of a hundred bytes
 NO_TOKENS: Final = as_tokens(())
 _PROBE_TTL_S: Final = 1.0  # of the capsule that a probe leaves, if it is not released
 
@@ -129,6 +130,13 @@ class Texts(Protocol):
         ...
 
 
+class Serving(Protocol):
+    """Tells the weights that serve."""
+
+    @property
+    def weights(self) -> WeightVersion: ...
+
+
 class TokenTexts:
     """The `Texts` of a live gateway: real tokens, those of capsules in a bounded memory."""
 
@@ -138,18 +146,18 @@ class TokenTexts:
         model: ModelSpec,
         block_size: int,
         *,
-        weights: Callable[[], WeightVersion] = lambda: BASE_WEIGHTS,
+        serving: Serving | None = None,
     ) -> None:
-        """`weights()`: those that serve now, by which hashes are salted."""
+        """`serving` has the weights that serve now, by which hashes are salted; by default the model's."""
         self.memory = memory
         self._model = model
         self._block_size = block_size
-        self._weights = weights
+        self._serving: Serving = model if serving is None else serving
+        self._salt = lru_cache(MAX_SALTS)(model.salt)
 
     def hashes(self, job: Job) -> Hashes:
         if isinstance(job, ForkJob):
             return NO_HASHES
-        assert isinstance(job, GenerateJob | PrefillJob), "no other job has a prompt"
         return self._hashes(tokens_of(job.tokens), job.salt)
 
     def knows(self, capsule: CapsuleId) -> bool:
@@ -179,7 +187,7 @@ class TokenTexts:
         return None if entry is None else entry.weights
 
     def log(self, job: Job, first_branch: int) -> "TokenLog":
-        return TokenLog(self.memory, job, first_branch, self._weights())
+        return TokenLog(self.memory, job, first_branch, self._serving.weights)
 
     def resumed(
         self, job: Job, row: int, num_drawn: int, log: AnswerLog | None
@@ -192,9 +200,11 @@ class TokenTexts:
         return Prefill(request, pack_tokens([0]), f"probe/{request}", _PROBE_TTL_S)
 
     def _hashes(self, tokens: Tokens, scope: Scope) -> Hashes:
-        if self._model.weights != self._weights():
-            self._model = structs.replace(self._model, weights=self._weights())
-        return block_hashes(tokens, self._block_size, salt=self._model.salt(scope))
+        weights = self._serving.weights
+        if self._model.weights != weights:
+            self._model = structs.replace(self._model, weights=weights)
+            self._salt = lru_cache(MAX_SALTS)(self._model.salt)
+        return block_hashes(tokens, self._block_size, salt=self._salt(scope))
 
 
 class TokenLog:
@@ -215,20 +225,23 @@ class TokenLog:
         self._path: TokenPath | None = None
         self._grammar: Grammar | None = None  # of the capsule, for a fork that goes on in it
         self._drawn: dict[int, array[int]] = {}  # by row, 4 bytes a token
+        inherits = isinstance(job, ForkJob) and job.is_inheriting
+        self._is_free = job.grammar is None and not inherits  # in no grammar
         self._find_path()
 
     def _find_path(self) -> TokenPath | None:
         """The tokens that the branches continue; those of a capsule may come to be known later."""
         job = self._job
-        if self._path is None and isinstance(job, ForkJob):
-            entry = self._memory.get(job.capsule)
-            if entry is not None and (job.at is None or job.at <= entry.path.length):
-                start = entry if job.at is None else entry.first(job.at)
-                self._path, self._grammar = start.path, start.grammar
-                self._start = start.continuation if job.resumes else None
-        elif self._path is None:
-            assert isinstance(job, GenerateJob | PrefillJob), "no other job has a prompt"
+        if self._path is not None:
+            return self._path
+        if not isinstance(job, ForkJob):
             self._path = TokenPath(None, tokens_of(job.tokens), job.salt)
+            return self._path
+        entry = self._memory.get(job.capsule)
+        if entry is not None and (job.at is None or job.at <= entry.path.length):
+            start = entry if job.at is None else entry.first(job.at)
+            self._path, self._grammar = start.path, start.grammar
+            self._start = start.continuation if job.resumes else None
         return self._path
 
     def take(self, update: Update) -> None:
@@ -238,15 +251,17 @@ class TokenLog:
             drawn = self._drawn[update.branch] = array("I")
         drawn.extend(update.tokens)
         if update.capsule is not None:
-            ttl_s = self._job.ttl_s if isinstance(self._job, PrefillJob) else None
-            if update.kept and isinstance(self._job, GenerateJob | ForkJob):
-                ttl_s = self._job.keep_s
+            job, ttl_s = self._job, None
+            if isinstance(job, PrefillJob):
+                ttl_s = job.ttl_s
+            elif update.kept:
+                ttl_s = job.keep_s
             self.note(CapsuleId(update.capsule), update.branch, update.boundary, ttl_s)
 
     def note(self, capsule: CapsuleId, row: int, boundary: int, ttl_s: float | None) -> None:
-        entry = self._entry(row, boundary)
+        entry = self._entry(row, boundary, ttl_s)
         if entry is not None:
-            self._memory.keep(capsule, entry._replace(ttl_s=ttl_s))
+            self._memory.keep(capsule, entry)
 
     def cut(self, capsule: CapsuleId, row: int, at: int, residue: Tokens) -> None:
         entry = self._entry(row, at)
@@ -254,40 +269,39 @@ class TokenLog:
             self._memory.keep(capsule, entry.cut(at, residue))
 
     def drop(self, capsule: CapsuleId) -> None:
-        self._memory.forget(capsule)
+        self._memory.drop(capsule)
 
     def tail(self, row: int, num: int) -> tuple[int, ...]:
         drawn = self._drawn.get(row)
         return () if drawn is None else tuple(drawn[-num:])
 
-    def _entry(self, row: int, boundary: int) -> CapsuleTokens | None:
+    def _entry(self, row: int, boundary: int, ttl_s: float | None = None) -> CapsuleTokens | None:
         """The first `boundary` tokens of a row; None if they are not known here."""
-        path = self._find_path()
+        path = self._path or self._find_path()
         if not self._memory.max_nbytes or path is None:
             return None
-        suffix, tail = self._suffix(row), as_tokens(self._drawn.get(row, ()))
-        if len(suffix):
+        tail, num_suffix = as_tokens(self._drawn.get(row, ())), 0
+        if self._job.capsule is not None and (num_suffix := len(suffix := self._suffix(row))):
             tail = np.concatenate((suffix, tail))
         num_new = boundary - path.length
         if num_new < 0:  # before the branch went on here
             grammar, left = self._grammar_after(0, 0), self._left(row, 0)
             start = CapsuleTokens(path, grammar, None, self._weights, continuation=left)
-            return start.first(boundary)
+            return start.first(boundary)._replace(ttl_s=ttl_s)
         if num_new > len(tail):
             return None
         if num_new:
             path = TokenPath(path, np.array(tail[:num_new], dtype="<u4"), path.scope)
-        num_drawn = max(0, num_new - len(suffix))
-        grammar = self._grammar_after(len(suffix), num_drawn)
+        num_drawn = max(0, num_new - num_suffix)
+        grammar = None if self._is_free else self._grammar_after(num_suffix, num_drawn)
         left = self._left(row, num_drawn)
-        return CapsuleTokens(path, grammar, None, self._weights, continuation=left)
+        return CapsuleTokens(path, grammar, ttl_s, self._weights, continuation=left)
 
     def _left(self, row: int, num_drawn: int) -> Continuation | None:
         """Row `row` after so many tokens, to be gone on as; None if that is not known."""
         job = self._job
         if isinstance(job, PrefillJob):
             return job.continuation
-        assert isinstance(job, GenerateJob | ForkJob), "no other job draws tokens"
         if isinstance(job, ForkJob) and job.resumes:
             if self._start is None:
                 return None
@@ -304,7 +318,6 @@ class TokenLog:
         job, path = self._job, self._find_path()
         if isinstance(job, PrefillJob) or path is None:
             return None
-        assert isinstance(job, GenerateJob | ForkJob), "no other job draws tokens"
         suffix, drawn = self._suffix(row), as_tokens(self._drawn.get(row, ()))
         assert len(drawn) == num_drawn, f"{len(drawn)} tokens were logged, {num_drawn} counted"
         grammar, left = self._grammar_after(len(suffix), num_drawn), self._left(row, num_drawn)
@@ -335,7 +348,6 @@ class TokenLog:
         job = self._job
         if isinstance(job, PrefillJob):
             return job.grammar
-        assert isinstance(job, GenerateJob | ForkJob), "no other job draws tokens"
         grammar = job.grammar
         if isinstance(job, ForkJob) and job.is_inheriting:
             grammar, num_drawn = self._grammar, num_suffix + num_drawn

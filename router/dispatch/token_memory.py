@@ -4,7 +4,7 @@ Capsules of one tree share their beginnings: each remembers only what it adds to
 """
 
 from collections import OrderedDict
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from msgspec import structs
@@ -17,10 +17,19 @@ from mallee.protocol.model import BASE_WEIGHTS, WeightVersion
 ENTRY_NBYTES = 400  # of an entry and its path beside the tokens, about
 
 
+class StoredAs(NamedTuple):
+    """A path whose text is that of a stored capsule, so that longer ones can be stored as what they add."""
+
+    capsule: CapsuleId
+    edition: int  # of its text there: another one has replaced the one before
+    depth: int  # the number of others that its text begins with there
+    since: float  # seconds since the epoch, when the oldest of them was stored
+
+
 class TokenPath:
     """Tokens after those of `parent`. Counted by its memory while an entry or a longer path is there."""
 
-    __slots__ = ("length", "num_users", "parent", "scope", "tail")
+    __slots__ = ("is_continued", "length", "num_users", "parent", "scope", "stored", "tail")
 
     def __init__(self, parent: "TokenPath | None", tail: Tokens, scope: Scope) -> None:
         self.parent = parent
@@ -28,6 +37,8 @@ class TokenPath:
         self.scope = scope
         self.length: int = len(tail) + (parent.length if parent is not None else 0)
         self.num_users = 0
+        self.stored: StoredAs | None = None
+        self.is_continued = False  # another stored text may begin with it
 
     @property
     def nbytes(self) -> int:
@@ -52,6 +63,12 @@ class TokenPath:
             path = path.parent
         tokens: Tokens = np.concatenate(tails[::-1])
         return tokens
+
+    def is_equal(self, other: "TokenPath") -> bool:
+        """Whether both have the same tokens, in one scope."""
+        if (self.length, self.scope) != (other.length, other.scope):
+            return False
+        return self is other or np.array_equal(self.tokens(), other.tokens())
 
 
 class CapsuleTokens(NamedTuple):
@@ -86,11 +103,27 @@ class CapsuleTokens(NamedTuple):
         return entry._replace(path=path, grammar=grammar, continuation=left)
 
 
+class TextStore(Protocol):
+    """Has the texts of kept capsules outlive this process."""
+
+    def put(self, capsule: CapsuleId, entry: CapsuleTokens, before: CapsuleTokens | None) -> None:
+        """A capsule that is kept, or was until now; it was known as `before`."""
+        ...
+
+    def drop(self, capsule: CapsuleId, entry: CapsuleTokens) -> None:
+        """A capsule that is not made after all."""
+        ...
+
+
 class TokenMemory:
-    """Tokens of at most `max_nbytes`; beyond it the least recently used capsule is forgotten."""
+    """Tokens of at most `max_nbytes`; beyond it the least recently used capsule is forgotten.
+
+    What is kept here is put into the `store` as well, if there is one.
+    """
 
     def __init__(self, max_nbytes: int) -> None:
         self.max_nbytes = max_nbytes
+        self.store: TextStore | None = None
         self._entries: OrderedDict[CapsuleId, CapsuleTokens] = OrderedDict()
         self.nbytes = 0
 
@@ -100,13 +133,23 @@ class TokenMemory:
     def __contains__(self, capsule: object) -> bool:
         return capsule in self._entries
 
-    def keep(self, capsule: CapsuleId, entry: CapsuleTokens) -> None:
-        """Remember `entry` as `capsule`; instead of it the least recently used ones are forgotten."""
+    def keep(self, capsule: CapsuleId, entry: CapsuleTokens, *, is_stored: bool = False) -> None:
+        """Remember `entry` as `capsule`; instead of it the least recently used ones are forgotten.
+
+        One that `is_stored` comes from the store.
+        """
+        before = self._entries.get(capsule)
+        if before is not None and before.path.is_equal(entry.path):  # computed again, for one
+            entry = entry._replace(path=before.path)
         self._use(entry.path)
-        self.forget(capsule)
+        if capsule in self._entries:
+            self.forget(capsule)
         self._entries[capsule] = entry
         while self.nbytes > self.max_nbytes:
             self.forget(next(iter(self._entries)))
+        is_kept = entry.ttl_s is not None or (before is not None and before.ttl_s is not None)
+        if self.store is not None and is_kept and not is_stored and entry != before:
+            self.store.put(capsule, entry, before)
 
     def get(self, capsule: CapsuleId) -> CapsuleTokens | None:
         """The tokens of a capsule, if they are known; now the most recently used."""
@@ -115,13 +158,11 @@ class TokenMemory:
             self._entries.move_to_end(capsule)
         return entry
 
-    def own_kept(self) -> list[tuple[CapsuleId, CapsuleTokens]]:
-        """The capsules that clients asked this gateway to keep."""
-        return [
-            (capsule, entry)
-            for capsule, entry in self._entries.items()
-            if entry.is_own and entry.ttl_s is not None
-        ]
+    def drop(self, capsule: CapsuleId) -> None:
+        """Forget `capsule` here and in the store: it is not made after all."""
+        entry = self._entries.get(capsule)
+        if self.forget(capsule) and self.store is not None and entry is not None:
+            self.store.drop(capsule, entry)
 
     def forget(self, capsule: CapsuleId) -> bool:
         """Forget `capsule`. False if it was not known."""

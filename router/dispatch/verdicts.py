@@ -13,12 +13,18 @@ ask. Only the salts of one API key's tenant are compared with each other.
 """
 
 from collections.abc import Sequence
-from itertools import takewhile
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 from mallee.protocol.hashing import Tokens
 from mallee.protocol.ids import RequestId, Scope
-from mallee.router.dispatch.jobs import NO_MESSAGES, Messages
+from mallee.router.dispatch.effects import Deliver
+from mallee.router.dispatch.jobs import (
+    NO_MESSAGES,
+    ForkJob,
+    Job,
+    Messages,
+)
+from mallee.router.dispatch.texts import tokens_of
 from mallee.router.index.hashing import block_hashes
 
 Verb: TypeAlias = Literal[
@@ -77,6 +83,36 @@ class Verdict(NamedTuple):
     changed_line: str = ""  # of the system prompt, if that is the reason
 
 
+class Comparison(NamedTuple):
+    """An accepted request's prompt beside the most like one before it."""
+
+    job: Job
+    asked: Asked | None  # None: a fork has no prompt
+    likeness: Likeness | None
+    block_size: int
+
+    def verdict(self, first: Deliver, *, is_held_elsewhere: bool) -> Verdict:
+        """Judge by the first update of branch 0. `is_held_elsewhere`: another worker had more of it."""
+        cached, computed = first.prompt
+        if self.asked is not None:
+            return judge_prompt(
+                self.asked,
+                self.likeness,
+                cached_tokens=cached,
+                block_size=self.block_size,
+                held_elsewhere=is_held_elsewhere,
+            )
+        job = self.job
+        assert isinstance(job, ForkJob), "no other job has no prompt"
+        return judge_fork(
+            job.num_branches,
+            is_cut=job.at is not None,
+            is_recomputed=first.shard.how != "stay",
+            cached_tokens=cached,
+            missed_tokens=max(0, computed - len(job.suffixes[0])),
+        )
+
+
 class _Entry(NamedTuple):
     request: RequestId
     asked: Asked
@@ -95,6 +131,13 @@ class RecentPrompts:
         self._young: dict[int, _Entry] = {}  # by key, the youngest with these blocks
         self._old: dict[int, _Entry] = {}
         self._nbytes = 0  # of the young ones
+
+    def compare(self, request: RequestId, job: Job, weights: str) -> Comparison:
+        """Compare the prompt of `job`, if it has one; from now on it is an earlier one."""
+        if isinstance(job, ForkJob):
+            return Comparison(job, None, None, self._block_size)
+        asked = Asked(tokens_of(job.tokens), job.salt, job.terms.owner, job.messages, weights)
+        return Comparison(job, asked, self.take(request, asked), self._block_size)
 
     def take(self, request: RequestId, asked: Asked) -> Likeness | None:
         """Remember a prompt; what it has in common with earlier ones. None: not a block."""
@@ -162,8 +205,12 @@ def _num_same(one: Tokens, other: Tokens) -> int:
 
 
 def _num_same_messages(one: Messages, other: Messages) -> int:
-    pairs = zip(one.digests, other.digests, strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    num = 0
+    for digest, earlier in zip(one.digests, other.digests, strict=False):
+        if digest != earlier:
+            break
+        num += 1
+    return num
 
 
 def judge_prompt(

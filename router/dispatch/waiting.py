@@ -104,9 +104,8 @@ class Waiting:
 
     def note(self, worker: WorkerId) -> None:
         """Count a dispatch that was placed on `worker` while others wait."""
-        if not self.queue.is_empty:
-            self._num_placed += 1
-            self._placed_on[worker] = self._placed_on.get(worker, 0) + 1
+        self._num_placed += 1
+        self._placed_on[worker] = self._placed_on.get(worker, 0) + 1
 
     def wake_all(self) -> None:
         """Have what waits for any worker tried."""

@@ -125,12 +125,17 @@ class CapsuleDirectory:
                 if known is not None and known.worker == worker:
                     self.forget(capsule)
 
-    def lookup(self, capsule: CapsuleId) -> CapsuleEntry:
-        """The entry, now the most recently used. Raises UnknownCapsule."""
+    def get(self, capsule: CapsuleId) -> CapsuleEntry | None:
+        """The entry, now the most recently used; None if it is not known."""
         entry = self._entries.get(capsule)
-        if entry is None:
+        if entry is not None:
+            self._entries.move_to_end(capsule)
+        return entry
+
+    def lookup(self, capsule: CapsuleId) -> CapsuleEntry:
+        """As `get`. Raises UnknownCapsule."""
+        if (entry := self.get(capsule)) is None:
             raise UnknownCapsule(capsule)
-        self._entries.move_to_end(capsule)
         return entry
 
     def of_worker(self, worker: WorkerId) -> list[CapsuleId]:

@@ -79,6 +79,7 @@ class PrefixIndex:
         self._control = self._table.control
         self._sets = Sets(self._control, self._tier_columns)
         self._columns = Columns(self._control, num_workers)
+        self.column_of = self._columns.of  # by worker, on workers' devices, until they are cleared
         self._missing: dict[int, set[int]] = {}  # worker -> repaired, not yet removed by its events
         self._is_prefix_closed = [is_prefix_closed] * num_workers
         self._loading: set[int] = set()
@@ -87,10 +88,6 @@ class PrefixIndex:
             self._update_holes(worker)
         self._cap_keys()
         _compile()
-
-    def column_of(self, worker: int) -> int:
-        """The worker's column on its device, until it is cleared."""
-        return self._columns.of[worker]
 
     @property
     def num_blocks(self) -> int:

@@ -18,38 +18,30 @@ from mallee.router.index.kernels.layout import Counts
 class WindowIndex:
     """Blocks in the window groups of workers 0 .. num_workers - 1; `max_nbytes` is each group's limit."""
 
-    __slots__ = ("_groups", "_max_nbytes", "_num_workers", "_windows")
+    __slots__ = ("_groups", "_max_nbytes", "_num_workers", "by_worker")
 
     def __init__(self, num_workers: int, max_nbytes: int) -> None:
         self._num_workers = num_workers
         self._max_nbytes = max_nbytes
         self._groups: list[PrefixIndex] = []
-        self._windows: dict[int, tuple[int, ...]] = {}  # tokens by group, of workers that have any
+        self.by_worker: dict[int, tuple[int, ...]] = {}  # tokens by group, of those that have any
 
     def begin(self, worker: int, windows: Sequence[int]) -> None:
         """A life of `worker` begins, whose model has these windows."""
         self.clear(worker)
-        self._windows.pop(worker, None)
+        self.by_worker.pop(worker, None)
         if windows:
-            self._windows[worker] = tuple(windows)
+            self.by_worker[worker] = tuple(windows)
         while len(self._groups) < len(windows):
             self._groups.append(PrefixIndex(self._num_workers, max_nbytes=self._max_nbytes))
 
-    def __bool__(self) -> bool:
-        """Whether any worker's model has windows."""
-        return bool(self._windows)
-
-    def has(self, worker: int) -> bool:
-        """Whether its model has windows."""
-        return worker in self._windows
-
     def store(self, worker: int, hashes: Hashes, group: int) -> None:
         """Note that `worker` holds these blocks in `group`, 1 or more; ignored if its model has none such."""
-        if group <= len(self._windows.get(worker, ())):
+        if group <= len(self.by_worker.get(worker, ())):
             self._groups[group - 1].store(worker, hashes)
 
     def remove(self, worker: int, hashes: Hashes, group: int) -> None:
-        if group <= len(self._windows.get(worker, ())):
+        if group <= len(self.by_worker.get(worker, ())):
             self._groups[group - 1].remove(worker, hashes)
 
     def forget(self, worker: int, hashes: Hashes) -> int:
@@ -58,7 +50,7 @@ class WindowIndex:
         Returns how many they were, of the group that had the most.
         """
         counts = [0]
-        for group in self._groups[: len(self._windows.get(worker, ()))]:
+        for group in self._groups[: len(self.by_worker.get(worker, ()))]:
             before = group.num_held(worker)
             group.remove(worker, hashes)
             counts.append(before - group.num_held(worker))
@@ -66,7 +58,7 @@ class WindowIndex:
 
     def clear(self, worker: int) -> None:
         """Forget all blocks of `worker`."""
-        for group in self._groups[: len(self._windows.get(worker, ()))]:
+        for group in self._groups[: len(self.by_worker.get(worker, ()))]:
             group.clear(worker)
 
     def limit(self, held: Counts, hashes: Hashes, block_size: int) -> None:
@@ -74,8 +66,8 @@ class WindowIndex:
 
         int32[tiers, num_workers]: leading blocks of `hashes` that each worker holds.
         """
-        for windows in set(self._windows.values()):
-            workers = np.array([w for w, own in self._windows.items() if own == windows])
+        for windows in set(self.by_worker.values()):
+            workers = np.array([w for w, own in self.by_worker.items() if own == windows])
             counts = held[0, workers]
             before = None
             while before is None or (counts != before).any():

@@ -57,8 +57,10 @@ class CountedPaths:
         """Count one user more of this path of `num_blocks` blocks; returns how many had no user before."""
         if not num_blocks:
             return 0
-        fresh, salt, index = self._room_for(waypoints), self._salts[worker], self._index
-        column = index.column_of(worker)
+        if len(self._scratch) < len(waypoints):
+            self._grow(waypoints)
+        fresh, salt, index = self._scratch, self._salts[worker], self._index
+        column = index.column_of[worker]
         num_fresh = use_path(self._counts.address, index.address, waypoints, salt, column, fresh)
         if num_fresh < 0:
             num_fresh = self._use_rest(worker, waypoints, ~num_fresh, fresh)
@@ -81,8 +83,8 @@ class CountedPaths:
         """Count one user less of a path; returns how many of its blocks have no user now."""
         if not num_blocks:
             return 0
-        gone, salt, index = self._room_for(waypoints), self._salts[worker], self._index
-        column = index.column_of(worker)
+        gone, salt, index = self._scratch, self._salts[worker], self._index
+        column = index.column_of[worker]
         num_gone = leave_path(self._counts.address, index.address, waypoints, salt, column, gone)
         if num_gone < 0:
             num_gone = ~num_gone
@@ -113,7 +115,5 @@ class CountedPaths:
             "indexed and counted waypoints differ"
         )
 
-    def _room_for(self, waypoints: Hashes) -> Hashes:
-        if len(self._scratch) < len(waypoints):
-            self._scratch = np.empty(2 * len(waypoints), dtype=np.uint64)
-        return self._scratch
+    def _grow(self, waypoints: Hashes) -> None:
+        self._scratch = np.empty(2 * len(waypoints), dtype=np.uint64)

@@ -25,11 +25,8 @@ class Predictions:
         self._paths = CountedPaths(num_workers, stride=stride)
         self._prompts: list[deque[_Prompt]] = [deque() for _ in range(num_workers)]
         self._num_blocks = [0] * num_workers
-        self._busy: set[int] = set()  # workers with prompts
+        self.busy: set[int] = set()  # workers with prompts
         self._ttl_s = ttl_s
-
-    def __bool__(self) -> bool:
-        return bool(self._busy)
 
     def add(
         self, worker: int, waypoints: Hashes, num_blocks: int, *, capacity: int, now: float
@@ -39,7 +36,7 @@ class Predictions:
             return
         self._num_blocks[worker] += self._paths.use(worker, waypoints, num_blocks)
         self._prompts[worker].append(_Prompt(now + self._ttl_s, waypoints, num_blocks))
-        self._busy.add(worker)
+        self.busy.add(worker)
         while self._num_blocks[worker] > capacity:
             self._forget_oldest(worker)
 
@@ -54,7 +51,7 @@ class Predictions:
 
     def expire(self, now: float) -> None:
         """Forget prompts older than `ttl_s`."""
-        for worker in list(self._busy):
+        for worker in list(self.busy):
             while self._prompts[worker] and self._prompts[worker][0].expires_at <= now:
                 self._forget_oldest(worker)
 
@@ -77,10 +74,10 @@ class Predictions:
                 for i, waypoint in enumerate(prompt.waypoints.tolist())
             }
             assert sum(sizes.values()) == self._num_blocks[worker], f"blocks of worker {worker}"
-            assert bool(prompts) == (worker in self._busy), f"worker {worker} is misfiled"
+            assert bool(prompts) == (worker in self.busy), f"worker {worker} is misfiled"
 
     def _forget_oldest(self, worker: int) -> None:
         prompt = self._prompts[worker].popleft()
         self._num_blocks[worker] -= self._paths.leave(worker, prompt.waypoints, prompt.num_blocks)
         if not self._prompts[worker]:
-            self._busy.discard(worker)
+            self.busy.discard(worker)

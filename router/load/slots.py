@@ -68,17 +68,11 @@ class SlotTracker:
         self._width = width
         self._token_s = prefill_token_s
         self._booking_s = booking_s
-        self._bookings: OrderedDict[RequestId, _Booking] = OrderedDict()  # by touched_at
+        self.bookings: OrderedDict[RequestId, _Booking] = OrderedDict()  # by touched_at
         self._requests: list[set[RequestId]] = [set() for _ in range(num_workers)]
         # Rows, blocks and prefill tokens that ended since each worker's last report.
         self._freed = [[0.0, 0.0, 0.0] for _ in range(num_workers)]
         self.expired = 0  # bookings not touched for booking_s
-
-    def __contains__(self, request: RequestId) -> bool:
-        return request in self._bookings
-
-    def __len__(self) -> int:
-        return len(self._bookings)
 
     def requests(self, worker: int) -> frozenset[RequestId]:
         """Requests booked on `worker`."""
@@ -97,10 +91,10 @@ class SlotTracker:
         now: float,
     ) -> None:
         """Book `request` on `worker` until freed. Raises ValueError if it is booked already."""
-        if request in self._bookings:
+        if request in self.bookings:
             raise ValueError(f"request {request} is booked already; free it first")
         fresh = self.paths.use(worker, waypoints, num_blocks)
-        self._bookings[request] = _Booking(
+        self.bookings[request] = _Booking(
             worker=worker,
             waypoints=waypoints,
             num_blocks=num_blocks,
@@ -118,30 +112,31 @@ class SlotTracker:
             ends = layout.LOAD_PREFILL_ENDS * width + worker
             cells[ends] = max(now, cells[ends]) + prefill_tokens * self._token_s
 
-    def set_chosen(self, worker: int, number: int) -> None:
-        """Note that the youngest decision, of this number, chose `worker`."""
-        self._cells[layout.LOAD_CHOSEN * self._width + worker] = number
+    def choose(self, worker: int, number: int, num_blocks: int, expected: float) -> None:
+        """Note that the youngest decision, of this number, chose `worker`.
 
-    def expect(self, worker: int, num_blocks: int, expected: float) -> None:
-        """Note that a prompt brings `num_blocks` new blocks to `worker`, and that its text is `expected` to
-        bring more later; negative: so many were expected before. Texts end: old expectations fade away.
+        Its prompt brings `num_blocks` new blocks there, and its text is `expected` to bring more later;
+        negative: so many were expected before. Texts end: old expectations fade away.
         """
-        cells, at = self._cells, layout.LOAD_GROWTH * self._width + worker
-        room = max(cells[layout.LOAD_ROOM * self._width + worker], 1.0)
+        cells, width = self._cells, self._width
+        cells[layout.LOAD_CHOSEN * width + worker] = number
+        at = layout.LOAD_GROWTH * width + worker
+        room = max(cells[layout.LOAD_ROOM * width + worker], 1.0)
         cells[at] = max(0.0, cells[at] * max(0.0, 1.0 - num_blocks / room) + expected)
 
     def prefill_done(self, request: RequestId, now: float) -> bool:
         """End a booking's outstanding prefill. False if it is not booked."""
-        booking = self._bookings.get(request)
+        booking = self.bookings.get(request)
         if booking is None:
             return False
-        self.touch(request, now)
+        booking.touched_at = now
+        self.bookings.move_to_end(request)
         self._end_prefill(booking, now)
         return True
 
     def free(self, request: RequestId, now: float) -> bool:
         """End a booking. False if there is none: freed before, or unknown."""
-        booking = self._bookings.pop(request, None)
+        booking = self.bookings.pop(request, None)
         if booking is None:
             return False
         self._release(request, booking, now)
@@ -151,7 +146,7 @@ class SlotTracker:
         """Drop all bookings of `worker`; returns their requests, sorted by id."""
         dropped = sorted(self._requests[worker])
         for request in dropped:
-            self._release(request, self._bookings.pop(request), 0.0)  # nothing of it is kept
+            self._release(request, self.bookings.pop(request), 0.0)  # nothing of it is kept
         for row in (*layout.LOADS_BOOKED, *layout.LOADS_REPORTED):
             self.loads[row, worker] = 0
         self.loads[layout.LOADS_FETCH, worker] = 0
@@ -161,16 +156,16 @@ class SlotTracker:
 
     def touch(self, request: RequestId, now: float) -> None:
         """Renew the booking of `request`. Ignored if it is not booked."""
-        booking = self._bookings.get(request)
+        booking = self.bookings.get(request)
         if booking is not None:
             booking.touched_at = now
-            self._bookings.move_to_end(request)
+            self.bookings.move_to_end(request)
 
     def expire(self, now: float, *, keep: Set[RequestId] = frozenset()) -> list[RequestId]:
         """Drop bookings not touched for `booking_s`, but those in `keep`; oldest first."""
         found: list[RequestId] = []
-        while self._bookings:
-            request, booking = next(iter(self._bookings.items()))
+        while self.bookings:
+            request, booking = next(iter(self.bookings.items()))
             if booking.touched_at + self._booking_s > now:
                 break
             if request in keep:
@@ -209,7 +204,7 @@ class SlotTracker:
         stride = self.paths.stride
         sums: Loads = np.zeros_like(self.loads)
         used: list[dict[int, int]] = [{} for _ in self._requests]  # waypoint -> its blocks
-        for request, booking in self._bookings.items():
+        for request, booking in self.bookings.items():
             worker, n = booking.worker, booking.num_blocks
             assert request in self._requests[worker], f"{request} is not listed"
             sums[layout.LOAD_PREFILL, worker] += booking.prefill_tokens
@@ -220,7 +215,7 @@ class SlotTracker:
             )
             for i, waypoint in enumerate(booking.waypoints.tolist()):
                 used[worker][waypoint] = min(stride, n - i * stride)
-        assert sum(map(len, self._requests)) == len(self._bookings), "stale request listed"
+        assert sum(map(len, self._requests)) == len(self.bookings), "stale request listed"
         for worker, waypoints in enumerate(used):
             sums[layout.LOAD_BLOCKS, worker] += sum(waypoints.values())
             assert self.paths.num_used(worker) == len(waypoints), f"waypoints in use on {worker}"

@@ -1,7 +1,7 @@
 """The last decisions with every candidate's price: why a request went where it went."""
 
-from collections import deque
-from itertools import count, islice
+from collections.abc import Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -48,8 +48,12 @@ class Decision(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A decision as it was made. Most are never asked about, so names and candidates come later."""
+    """A decision as it was made. Most are never asked about, so names and candidates come later.
 
+    Terms take 28 bytes a worker, 36 if workers lend.
+    """
+
+    number: int
     request: RequestId
     slot: int
     reason: str
@@ -62,33 +66,23 @@ class Entry(NamedTuple):
     matched: Counts | None = None  # as of `Offers`
 
 
-class DecisionLog:
-    """The last `size` decisions. Terms take 28 bytes a worker and decision, 36 if workers lend."""
-
-    def __init__(self, size: int) -> None:
-        self._entries: deque[Entry] = deque(maxlen=size)
-        self._count = 0
-
-    def add(self, entry: Entry) -> int:
-        """Keep `entry`; returns its number."""
-        self._entries.append(entry)
-        self._count += 1
-        return self._count - 1
-
-    def last(
-        self, limit: int, *, of: RequestId | None = None, candidates: int = 1000
-    ) -> list[Decision]:
-        """The last decisions, youngest first; those on `of` and on its parts (`of`-1, ..) if given."""
-        youngest_first = zip(count(self._count - 1, -1), reversed(self._entries), strict=False)
-        found = (
-            _decision(number, entry, candidates)
-            for number, entry in youngest_first
-            if of is None or entry.request == of or entry.request.startswith(f"{of}-")
-        )
-        return list(islice(found, max(0, limit)))
+def last(
+    entries: Sequence[Entry],
+    limit: int,
+    *,
+    of: RequestId | None = None,
+    candidates: int = 1000,
+) -> list[Decision]:
+    """The last decisions, youngest first; those on `of` and on its parts (`of`-1, ..) if given."""
+    found = (
+        _decision(entry, candidates)
+        for entry in reversed(entries)
+        if of is None or entry.request == of or entry.request.startswith(f"{of}-")
+    )
+    return list(islice(found, max(0, limit)))
 
 
-def _decision(number: int, entry: Entry, most: int) -> Decision:
+def _decision(entry: Entry, most: int) -> Decision:
     terms, names, demand = entry.terms, entry.names, entry.demand
     named = np.array([slot for slot, name in enumerate(names) if name is not None])
     order = named[np.argsort(terms[score.TERM_TOTAL, named], kind="stable")]
@@ -96,9 +90,9 @@ def _decision(number: int, entry: Entry, most: int) -> Decision:
     if entry.slot not in shown:
         shown.append(entry.slot)
     worker = names[entry.slot]
-    assert worker is not None, f"decision {number} chose an empty slot"
+    assert worker is not None, f"decision {entry.number} chose an empty slot"
     return Decision(
-        number=number,
+        number=entry.number,
         at=entry.at,
         request=entry.request,
         worker=worker,

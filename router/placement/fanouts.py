@@ -81,7 +81,7 @@ class FanOutPlacer:
         """As `Router.route_fanout`, with the offers that it went by."""
         placer = self._placer
         offers, only = self._match(fan_out)
-        seen = placer.note(fan_out.hashes)
+        seen = placer.earlier.note(fan_out.hashes)
         whole = self._demand(fan_out, range(len(fan_out.suffix_tokens)), only, "stay", seen)
         choice, has_room = self._owner(whole, offers, now, may_split=can_recompute)
         split = self._planner.plan(

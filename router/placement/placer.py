@@ -1,6 +1,6 @@
 """Places one request: `offers = match(...)`, `choice = choose(demand, offers)`, `book(choice)`."""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Final, NamedTuple, NoReturn
 
@@ -19,7 +19,7 @@ from mallee.router.load.kernels import count_free
 from mallee.router.load.paths import STRIDE, room_for_waypoints
 from mallee.router.load.prompts import GROWTH, EarlierPrompts, Seen
 from mallee.router.placement.affinity import home_slot
-from mallee.router.placement.decisions import DecisionLog, Entry
+from mallee.router.placement.decisions import Entry
 from mallee.router.placement.fanout_pricing import Share
 from mallee.router.placement.pricing import Choice, Cost, Demand, Offers, Pricer
 from mallee.router.placement.pulls import Pull, PullFinder, PullReason
@@ -50,7 +50,7 @@ class Placer:
         self,
         config: RouterConfig,
         fleet: Fleet,
-        log: DecisionLog,
+        log: deque[Entry],
         outbox: Outbox | None,
         draw: Callable[[], float],
     ) -> None:
@@ -61,7 +61,8 @@ class Placer:
         self._outbox = outbox
         self._pricer = Pricer(config, fleet.slots.loads, draw)
         self._prices_memory = config.policy == "cost" and config.cost.displaced_weight > 0.0
-        self._earlier = EarlierPrompts(config.block_size)
+        self.earlier = EarlierPrompts(config.block_size)
+        self._most_steps = config.cost.expected_output_tokens
         self._used = fleet.slots.paths.address if config.active_blocks else 0
         self.routed = 0
         self.refused = 0
@@ -83,7 +84,7 @@ class Placer:
         home: int = -1,
     ) -> Demand:
         """The needs of one row of so many tokens, of which `num_blocks` full blocks can be shared."""
-        size, steps = self._block_size, self._config.cost.steps(max_tokens)
+        size, steps = self._block_size, min(max_tokens, self._most_steps)
         own = max(0, -(-(prompt_tokens + steps) // size) - num_blocks)
         needed = -(-(prompt_tokens + max_tokens) // size)
         return Demand(
@@ -95,14 +96,8 @@ class Placer:
             copy_share=1.0 / (1.0 + seen.uses / max(1, self._fleet.width)),
         )
 
-    def note(self, hashes: Hashes) -> Seen:
-        """Take in a prompt: what was known of it from earlier ones."""
-        return self._earlier.note(hashes)
-
     def home(self, affinity: int) -> int:
-        """The slot of the home of a prompt cache key with this digest; -1: 0 is none, or no worker."""
-        if not affinity:
-            return -1
+        """The slot of the home of a prompt cache key with this digest; -1: no worker."""
         fleet = self._fleet
         room = fleet.slots.loads[layout.LOAD_ROOM, : fleet.width]
         return home_slot(affinity, fleet.name_digests[: fleet.width], room)
@@ -118,12 +113,13 @@ class Placer:
         held = np.empty((index.num_tiers, num_workers), np.int32)
         active = np.empty(num_workers, np.int32)
         match_all(index.address, self._used, hashes, waypoints, STRIDE, held, active)
-        windows = self._fleet.holdings.windows
-        matched = held[0].copy() if windows else None
-        windows.limit(held, hashes, self._block_size)
+        windows, matched = self._fleet.holdings.windows, None
+        if windows.by_worker:
+            matched = held[0].copy()
+            windows.limit(held, hashes, self._block_size)
         if self._prices_memory:
             count_free(index.address, self._fleet.slots.loads, self._fleet.width)
-        if predictions:
+        if predictions.busy:
             predicted = np.empty(num_workers, dtype=np.int32)
             predictions.match_into(waypoints, num_blocks, predicted)
             np.maximum(held[0], predicted, out=held[0])
@@ -197,18 +193,19 @@ class Placer:
             rows=demand.rows,
             now=now,
         )
-        if fleet.drop_orphan(request) and self._outbox is not None:
+        if fleet.orphans.pop(request, None) is not None and self._outbox is not None:
             self._outbox.freed(request)
         brought = max(0, demand.num_blocks + demand.own_blocks - choice.overlap_blocks)
         is_new_text = demand.growth > 1.0
         expected = (demand.growth - 1.0) * max(0, demand.num_blocks - demand.shared_blocks)
-        fleet.slots.expect(slot, brought, expected if is_new_text else -brought)
-        fleet.predict(member, waypoints, demand.num_blocks, now)
+        number = self.routed
         self.routed += 1
-        fleet.slots.set_chosen(slot, self.routed)
+        fleet.slots.choose(slot, self.routed, brought, expected if is_new_text else -brought)
+        fleet.predict(member, waypoints, demand.num_blocks, now)
         self.regret_blocks += choice.best_overlap_blocks - choice.overlap_blocks
-        number = self._log.add(
+        self._log.append(
             Entry(
+                number=number,
                 request=request,
                 slot=slot,
                 reason=reason,

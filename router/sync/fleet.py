@@ -75,17 +75,13 @@ class Fleet:
         self.ignored_messages = 0
         self.refused_leases = 0
         self.last_refusal = ""
-        self._orphans: dict[RequestId, tuple[WorkerId, Incarnation]] = {}
+        self.orphans: dict[RequestId, tuple[WorkerId, Incarnation]] = {}  # whose workers are lost
         self._lease_s = config.lease_s
         self._running_since = 0.0
         self._kv_events = config.kv_events
         self._block_size = config.block_size
         self._spill = config.spill
         self._clock = clock
-
-    @property
-    def num_orphans(self) -> int:
-        return len(self._orphans)
 
     def on_lease(self, lease: Lease) -> bool:
         """Take in `lease`; True if a snapshot of the worker is needed."""
@@ -208,25 +204,22 @@ class Fleet:
         """Requests of lives of `worker` up to this one that are over; each is returned once."""
         found = [
             request
-            for request, (of, life) in self._orphans.items()
+            for request, (of, life) in self.orphans.items()
             if of == worker and life <= incarnation
         ]
         for request in found:
-            del self._orphans[request]
+            del self.orphans[request]
         return sorted(found)
-
-    def drop_orphan(self, request: RequestId) -> bool:
-        """Drop `request` from the orphans. False if it was none."""
-        return self._orphans.pop(request, None) is not None
 
     def is_known(self, request: RequestId) -> bool:
         """Whether `request` is booked, or lost its worker and was not returned by `take_orphans` yet."""
-        return request in self.slots or request in self._orphans
+        return request in self.slots.bookings or request in self.orphans
 
     def free(self, request: RequestId) -> bool:
         """End the booking of `request`. False if there was none."""
         self.remote.discard(request)
-        return self.drop_orphan(request) or self.slots.free(request, self._clock())
+        is_orphan = self.orphans.pop(request, None) is not None
+        return is_orphan or self.slots.free(request, self._clock())
 
     def predict(self, member: Member, waypoints: Hashes, num_blocks: int, now: float) -> None:
         """Predict that `member` will hold a prompt, if its events don't arrive."""
@@ -274,7 +267,7 @@ class Fleet:
         request = RequestId(booking.request)
         if member is None or member.sync.incarnation != booking.incarnation:
             return False
-        if request not in self.slots:
+        if request not in self.slots.bookings:
             self.slots.book(
                 request,
                 member.slot,
@@ -317,10 +310,10 @@ class Fleet:
                 assert member.is_lending or not lends[slot], f"{member.worker} lends nothing"
         assert len(self.names) == self.width, "names"
         assert self.num_lending == lends.sum(), "workers that lend"
-        for request in self._orphans:
-            assert request not in self.slots, f"{request} is booked and orphaned"
+        for request in self.orphans:
+            assert request not in self.slots.bookings, f"{request} is booked and orphaned"
         for request in self.remote:
-            assert request in self.slots, f"remote {request} is not booked"
+            assert request in self.slots.bookings, f"remote {request} is not booked"
 
     def _member(self, worker: WorkerId, incarnation: Incarnation) -> Member | None:
         if not self._is_past(worker, incarnation):
@@ -406,7 +399,7 @@ class Fleet:
             if request in self.remote:
                 self.remote.discard(request)
             else:
-                self._orphans[request] = (member.worker, life)
+                self.orphans[request] = (member.worker, life)
         self.holdings.forget(member.slot, member.worker, member.lease.weights)
         self.predictions.clear(member.slot)
         self.slots.loads[layout.LOAD_ROOM, member.slot] = 0

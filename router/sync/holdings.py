@@ -148,7 +148,7 @@ class Holdings:
 
         Of one with windows it is they that lack: the other layers' blocks it tells of itself.
         """
-        if self.windows.has(slot):
+        if slot in self.windows.by_worker:
             return self.windows.forget(slot, hashes)
         return self.index.repair(slot, hashes)
 

@@ -69,23 +69,23 @@ class Registry:
         self._capacity = capacity
         self._lease_s = lease_s
         self._max_buffered = max_buffered
-        self._members: dict[WorkerId, Member] = {}
+        self.by_name: dict[WorkerId, Member] = {}
         self._free = list(range(capacity))  # a heap
         self._oldest: OrderedDict[WorkerId, Incarnation] = OrderedDict()
         self._is_held = False
 
     def __len__(self) -> int:
-        return len(self._members)
+        return len(self.by_name)
 
     def __iter__(self) -> Iterator[Member]:
-        return iter(self._members.values())
+        return iter(self.by_name.values())
 
     @property
     def is_held(self) -> bool:
         return self._is_held
 
     def get(self, worker: WorkerId) -> Member | None:
-        return self._members.get(worker)
+        return self.by_name.get(worker)
 
     def is_past(self, worker: WorkerId, incarnation: Incarnation) -> bool:
         """Whether this life of `worker` is known to be over."""
@@ -94,7 +94,7 @@ class Registry:
     def admit(self, lease: Lease, now: float) -> Member | None:
         """The member with a full lease from `now`; None if all slots are taken."""
         worker = lease.worker
-        member = self._members.get(worker)
+        member = self.by_name.get(worker)
         if member is None:
             if not self._free:
                 return None
@@ -102,7 +102,7 @@ class Registry:
                 max_buffered=self._max_buffered, oldest=self._oldest.get(worker)
             )
             member = Member(worker, heapq.heappop(self._free), lease, now, now, sync)
-            self._members[worker] = member
+            self.by_name[worker] = member
         if lease.incarnation != member.lease.incarnation:
             member.is_suspended = False
         member.lease = lease
@@ -113,7 +113,7 @@ class Registry:
 
     def remove(self, member: Member) -> None:
         """Remove a member and free its slot. Lives before its youngest stay over."""
-        del self._members[member.worker]
+        del self.by_name[member.worker]
         heapq.heappush(self._free, member.slot)
         if member.sync.incarnation is not None:
             self._end_before(member.worker, member.sync.incarnation)
@@ -125,7 +125,7 @@ class Registry:
     def hold(self, is_held: bool, now: float) -> None:
         """Stop leases from running out, or start them again with a full period from `now`."""
         if self._is_held and not is_held:
-            for member in self._members.values():
+            for member in self.by_name.values():
                 member.expires_at = now + self._lease_s
         self._is_held = is_held
 
@@ -145,7 +145,7 @@ class Registry:
 
     def check(self) -> None:
         """Raises AssertionError unless every slot is either free or of one member."""
-        taken = [member.slot for member in self._members.values()]
+        taken = [member.slot for member in self.by_name.values()]
         assert sorted([*taken, *self._free]) == list(range(self._capacity)), "slots don't add up"
         for member in self:
             member.sync.check()

@@ -165,11 +165,6 @@ class Replicas:
     def names(self) -> Collection[str]:
         return self._peers.keys()
 
-    @property
-    def newest(self) -> str | None:
-        """The gateway that was heard of last for the first time: it will stay the longest."""
-        return next(reversed(self._peers), None)
-
     def check(self) -> None:
         """Raises AssertionError unless the indexes follow from the gateways' bookings."""
         on_life: dict[_Life, set[_Key]] = {}

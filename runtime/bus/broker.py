@@ -59,7 +59,7 @@ class Broker:
         passwords: Passwords | None = None,
         folder: Path | None = None,
     ) -> None:
-        """What is stored stays in `folder`, where one broker at a time may run; None: it goes with it."""
+        """Values are kept in `folder`, where one broker at a time may run; None: they go with it."""
         self.port = port if port is not None else free_port()
         self.passwords = passwords or Passwords.new()
         self.restarts = 0

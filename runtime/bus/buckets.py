@@ -1,4 +1,4 @@
-"""What a broker keeps beside the messages that it carries: values by key in buckets, each with a revision."""
+"""Values that a broker keeps beside the messages that it carries: by key in buckets, each with a revision."""
 
 from collections.abc import AsyncGenerator
 from typing import NamedTuple, Protocol

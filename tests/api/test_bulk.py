@@ -33,6 +33,7 @@ class Shelf:
 
     def __init__(self, service: Any) -> None:
         self.context, self.records, self.tasks = service.context, service.records, service.tasks
+        self.store, self.peers = service.store, service.peers
         self.new_name = service.new_name
         self.health, self.router = service.health, service.router
         self.requests = self.operator = self.capsules = self

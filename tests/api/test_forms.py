@@ -11,8 +11,7 @@ import pytest
 from llguidance import LLMatcher
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
-from mallee.api.chat.choice import ToolChoice
-from mallee.api.chat.forms import answer_form
+from mallee.api.chat.forms import ToolChoice, answer_form
 from mallee.api.grammars import FREE_TEXT, OutputFormat
 from mallee.api.text.answers import THINKING, AnswerParser, Parsed, Reading
 from mallee.api.text.conversation import Function

@@ -12,7 +12,8 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from uvicorn.lifespan.on import LifespanOn
 
-from mallee.api.entry.gate import PER_TURN, Gate, Turns, refuse
+from mallee.api.entry.gate import Gate, refuse
+from mallee.api.entry.middleware import PER_TURN, Turns
 from mallee.api.messages.errors import AnthropicErrors
 from mallee.runtime.proxy import direct
 

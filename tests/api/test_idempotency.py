@@ -13,6 +13,7 @@ from mallee.api.entry.idempotency import GRACE_S
 from mallee.gateway.access.access import Access
 from mallee.protocol.errors import Overloaded
 from mallee.runtime.config import HttpSettings
+from mallee.testing.bus import LocalHub
 from support.waiting import elapse, until
 
 PATH = "/v1/completions"
@@ -131,9 +132,7 @@ async def test_a_bug_is_told_to_all_that_wait_for_it(client: httpx.AsyncClient, 
     assert (await client.post(PATH, json={"prompt": "abc"}, headers=keyed("a"))).status_code == 200
 
 
-async def test_answers_are_kept_for_a_time_and_in_bounded_memory(
-    call_with: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_answers_are_kept_for_a_time_and_in_bounded_room(call_with: Any) -> None:
     call = call_with(HttpSettings(replay_ttl_s=60.0, replay_max_mib=1))
     async with call.client() as client:
 
@@ -146,20 +145,92 @@ async def test_answers_are_kept_for_a_time_and_in_bounded_memory(
         assert await is_replayed("a")
         await elapse(0.2)
         assert not await is_replayed("a"), "its time is over"
-        monkeypatch.setattr(idempotency, "_OVERHEAD_NBYTES", 100_000)
-        found = [await is_replayed(str(i)) for i in range(12)]
-        assert not any(found)
-    middleware = _middleware(call)
-    assert middleware._nbytes == sum(each.nbytes for each in middleware._over.values()) <= 1 << 20
-    assert set(middleware._records) == set(middleware._over)
-    assert len(middleware._over) <= 10
+        spec = _middleware(call)._kept._spec
+        assert (spec.ttl_s, spec.max_nbytes) == (60.0, 1 << 20), "the broker holds to it"
+    assert _middleware(call)._records == {}
+
+
+@pytest.fixture
+async def gateways(fake_service: Any, call_over: Any) -> AsyncIterator[list[Any]]:
+    """The API of two gateways with one store."""
+    hub = LocalHub()
+    calls = [call_over(fake_service(name, hub)) for name in ("g0", "g1")]
+    for each in calls:
+        await each.service.peers.start_up()
+    yield calls
+    for each in calls:
+        await each.service.store.close(0.0)
+
+
+@pytest.mark.parametrize("body", [{"prompt": "abc"}, {"prompt": "abc", "n": 2, "stream": True}])
+async def test_another_gateway_gives_the_same_answer(
+    gateways: list[Any], body: dict[str, Any]
+) -> None:
+    """After its end, also when the first gateway has gone, and with the same refusals."""
+    one, two = gateways
+    async with one.client() as here, two.client() as there:
+        first = await here.post(PATH, json=body, headers=keyed("a"))
+        again = await there.post(PATH, json=body, headers=keyed("a"))
+        assert (again.status_code, again.content) == (200, first.content)
+        assert again.headers[REPLAYED] == "true"
+        await one.service.store.close()
+        await one.service.bus.close()
+        again = await there.post(PATH, json=body, headers=keyed("a"))
+        assert again.content == first.content
+        refused = await there.post(PATH, json={"prompt": "other"}, headers=keyed("a"))
+        assert refused.status_code == 422
+        assert two.service.streams == []
+
+
+async def test_a_key_that_comes_to_two_gateways_at_once_runs_at_one(gateways: list[Any]) -> None:
+    """The other waits for its answer; when the first is cancelled, it runs it."""
+    one, two = gateways
+    for each in gateways:
+        each.service.holds_after = 1
+    async with one.client() as here, two.client() as there:
+        first = asyncio.ensure_future(here.post(PATH, json={"prompt": "abc"}, headers=keyed("a")))
+        await until(one.service.started.is_set)
+        other = asyncio.ensure_future(there.post(PATH, json={"prompt": "abc"}, headers=keyed("a")))
+        await elapse(20.0)
+        assert not other.done()
+        assert two.service.streams == []
+        two.service.holds_after = None
+        first.cancel()
+        answer = await other
+        assert answer.status_code == 200
+        assert REPLAYED not in answer.headers
+        assert len(two.service.streams) == 1
+
+
+async def test_a_run_of_a_gateway_that_is_gone_is_run_again(gateways: list[Any]) -> None:
+    one, two = gateways
+    one.service.holds_after = 1
+    async with one.client() as here, two.client() as there:
+        first = asyncio.ensure_future(here.post(PATH, json={"prompt": "abc"}, headers=keyed("a")))
+        await until(one.service.started.is_set)
+        await one.service.bus.close()  # as a kill does
+        answer = await there.post(PATH, json={"prompt": "abc"}, headers=keyed("a"))
+        assert answer.status_code == 200
+        assert REPLAYED not in answer.headers
+        first.cancel()
+
+
+async def test_while_the_store_is_away_a_key_says_when_to_come_back(
+    client: httpx.AsyncClient, call: Any
+) -> None:
+    """Whether the request has run elsewhere can't be told."""
+    call.service.hub.set_up(False)
+    refused = await client.post(PATH, json={"prompt": "abc"}, headers=keyed("a"))
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    assert refused.json()["error"]["code"] == "store_away"
+    assert (await client.post(PATH, json={"prompt": "abc"})).status_code == 200
+    call.service.hub.set_up(True)
+    answer = await client.post(PATH, json={"prompt": "abc"}, headers=keyed("a"))
+    assert answer.status_code == 200
 
 
 def _middleware(call: Any) -> Any:
-    app = call.app.middleware_stack
-    while not isinstance(app, idempotency.IdempotencyMiddleware):
-        app = getattr(app, "_app", None) or app.app
-    return app
+    return call.app._guarded._replays
 
 
 @asynccontextmanager
@@ -247,7 +318,7 @@ async def test_a_long_stream_waits_for_its_readers_and_is_not_kept(
     call: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither a record nor a slow reader fills the memory."""
-    record = idempotency._Record(b"", {}, 2800)
+    record = idempotency._Record(b"", {}, 1776)
     reader, late = object(), object()
     record.join(reader)
     body = {"type": "http.response.body", "body": b"x" * 400, "more_body": True}
@@ -260,10 +331,10 @@ async def test_a_long_stream_waits_for_its_readers_and_is_not_kept(
     assert not record.is_whole
     assert len(await record.read(reader)) == 4
     await writing
-    assert record.nbytes <= 2800
+    assert record.nbytes <= 1776
     record.join(late)
     record.leave(late)
     record.leave(reader)
     await asyncio.wait_for(record.left(), 1)
     record.end()
-    assert not record.is_kept
+    assert record.kept("g0") is None

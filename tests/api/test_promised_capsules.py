@@ -163,7 +163,7 @@ async def scene(
         fleet = await stack.enter_async_context(running(made, workers, gateways))
         stack.callback(gate.close)
         num_others = gateways - 1
-        await until(lambda: all(len(g.records._others()) == num_others for g in fleet.gateways))
+        await until(lambda: all(len(g.peers.others) == num_others for g in fleet.gateways))
         clients = []
         for gateway in fleet.gateways:
             url, _ = await stack.enter_async_context(served(gateway, access=access))

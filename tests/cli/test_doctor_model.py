@@ -47,7 +47,7 @@ def test_layers_that_are_recurrent_or_have_experts_are_shown_alike(
     random_model(family, 4).save(tmp_path)
     answer = CliRunner().invoke(cli, ["doctor-model", str(tmp_path), "--tokens", "3"])
     assert answer.exit_code == 0, answer.output
-    assert [answer.output.count(site) for site in ("heads", "attention", "output")] == [2, 2, 2]
+    assert [answer.stdout.count(site) for site in ("heads", "attention", "output")] == [2, 2, 2]
 
 
 def test_fewer_layers_can_be_shown_and_another_dtype_computed(folder: Path) -> None:

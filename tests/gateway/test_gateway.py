@@ -105,7 +105,7 @@ async def test_an_answer_that_is_not_read_is_given_up_once_and_cancelled_on_its_
         await until(lambda: stats().num_output_tokens > 0 and stats().jobs == 0)
         assert stats().num_output_tokens < 3 * 3000
         with pytest.raises(SlowReader):
-            await anext(stream)
+            await anext(aiter(stream))
         await stream.aclose()
         said = f"{stream.request}: its client does not read, it is given up"
         assert [record.message for record in caplog.records] == [said]

@@ -125,6 +125,11 @@ CASES: dict[str, Case] = {
     "MalleeBrokerDown": Case(
         of(broker_up="1x10 0x20") | of(G1, broker_up="1x30"), of(broker_up="1x10 0 1x19")
     ),
+    "MalleeStoreBehind": Case(
+        of(store_waiting_writes="0x10 2000x20"),
+        # A broker that was away for a moment.
+        of(store_waiting_writes="0x10 2000 0x19"),
+    ),
     "MalleeEventsLate": Case(histogram(LAG, "90", 1.0), histogram(LAG, "100", 1.0)),
     "MalleeEventsMissing": Case(
         of(workers_with_event_gaps="0x10 1x20"),

@@ -10,6 +10,9 @@ import pytest
 import yaml
 from nats.aio.client import Client
 
+from mallee.runtime.bus.access import BrokerAccess
+from mallee.runtime.bus.buckets import BucketSpec, Stored
+from mallee.runtime.bus.nats import NatsBus
 from mallee.testing.vllm_pod import VllmPod
 from support import pickers
 from support.chart import MINIMAL, PICKERS, objects, one
@@ -96,8 +99,48 @@ async def test_pickers_of_the_chart_share_bookings_by_their_login(
             await until(lambda: second.router.stats().remote_requests == 0)
 
 
+async def test_a_value_stays_when_one_of_three_servers_is_gone(servers: Servers) -> None:
+    """A gateway that another server serves reads what was stored, at once and without the first."""
+    spec = BucketSpec("mallee_mallee_texts", ttl_s=600.0, max_nbytes=1 << 20, num_replicas=3)
+
+    async def bus_at(i: int) -> NatsBus:
+        url = f"nats://127.0.0.1:{servers.clients[i]}"
+        access = BrokerAccess(url, login=":".join(servers.login("gateways")))
+        bus = NatsBus(access, fleet="mallee-1234abcd")
+        await bus.connect()
+        await until(lambda: bus.is_up)
+        return bus
+
+    one, two = await bus_at(0), await bus_at(1)
+    try:
+        async with asyncio.timeout(30):
+            while True:
+                try:  # the servers choose a leader first
+                    await one.buckets.put(spec, "a.0", b"x")
+                    break
+                except (ConnectionError, TimeoutError):
+                    await asyncio.sleep(0.2)
+        for i in range(50):
+            revision = await one.buckets.put(spec, f"a.{i}", b"%d" % i)
+            assert revision is not None
+            assert await two.buckets.get(spec, f"a.{i}") == Stored(b"%d" % i, revision)
+        servers.processes[0].kill()
+        async with asyncio.timeout(30):
+            while True:
+                try:
+                    keys = await two.buckets.keys(spec, "a")
+                    break
+                except (ConnectionError, TimeoutError):
+                    await asyncio.sleep(0.2)
+        assert len(keys) == 50
+        assert (await two.buckets.get(spec, "a.7") or Stored(b"", 0)).value == b"7"
+    finally:
+        await one.close()
+        await two.close()
+
+
 async def test_strangers_are_refused(servers: Servers) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", servers.clients[0])
+    reader, writer = await asyncio.open_connection("127.0.0.1", servers.clients[2])
     try:
         async with asyncio.timeout(10):
             assert (await reader.readline()).startswith(b"INFO ")

@@ -432,6 +432,7 @@ def test_accounts_of_nats_are_those_that_mallee_prints() -> None:
     done = CliRunner().invoke(cli, ["settings", "--nats-permissions", "FLEET"])
     assert done.exit_code == 0
     printed = done.stdout.replace("mallee.FLEET.", "mallee.*.")
+    printed = printed.replace("mallee_FLEET_", "mallee_mallee_")
     assert ACCOUNTS.read_text() == accounts(), "python tests/support/chart.py writes it"
     conf = one(objects(MINIMAL), "ConfigMap", "mallee-nats")["data"]["nats.conf"]
     assert printed in conf

@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 
 from bench.mocker import fidelity_engine as fidelity
-from mallee.cli.profile.measure import Profiler, Sweep
+from mallee.mocker.measure import Profiler, Sweep
 from mallee.mocker.passes import mock_spec
 from mallee.mocker.timing.files import TimingFile
 from mallee.protocol.ids import Incarnation, WorkerId

@@ -111,7 +111,7 @@ def pods(found: list[Object]) -> dict[str, Object]:
     """Each kind of pod, as `{metadata, spec}`, by its component."""
     templates = [group["template"] for group in groups(found).values()]
     owners = ("StatefulSet", "Deployment", "Job")
-    templates += [each["spec"]["template"] for each in found if each["kind"] in owners]
+    templates += [_template(each["spec"]) for each in found if each["kind"] in owners]
     templates += [each for each in found if each["kind"] == "Pod"]
     return {
         each["metadata"]["labels"]["app.kubernetes.io/component"]: {
@@ -120,6 +120,19 @@ def pods(found: list[Object]) -> dict[str, Object]:
         }
         for each in templates
     }
+
+
+def _template(spec: Object) -> Object:
+    """The pods of a StatefulSet or another owner, with a volume for each claim."""
+    template: Object = spec["template"]
+    claims = [
+        {"name": name, "persistentVolumeClaim": {"claimName": name}}
+        for name in [each["metadata"]["name"] for each in spec.get("volumeClaimTemplates", ())]
+    ]
+    if not claims:
+        return template
+    pod = template["spec"]
+    return {**template, "spec": {**pod, "volumes": [*pod["volumes"], *claims]}}
 
 
 def containers(found: list[Object]) -> Iterator[tuple[str, Object]]:
@@ -137,13 +150,13 @@ def schema() -> str:
 
 
 def accounts() -> str:
-    """The accounts of NATS as `mallee settings` prints them, for any fleet."""
+    """The accounts of NATS as `mallee settings` prints them, for any fleet with one store."""
     from mallee.runtime.bus.accounts import authorization
 
     printed = authorization("FLEET", gateway="$GATEWAYS_PASSWORD", worker="$WORKERS_PASSWORD")
     return (
-        "# `mallee settings --nats-permissions FLEET`, for all fleets: an upgrade has two.\n"
-        + printed.replace("mallee.FLEET.", "mallee.*.")
+        "# `mallee settings --nats-permissions FLEET`, for all fleets: an upgrade has two, and one STORE.\n"
+        + printed.replace("mallee.FLEET.", "mallee.*.").replace("mallee_FLEET_", "mallee_STORE_")
     )
 
 

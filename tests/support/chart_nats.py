@@ -35,7 +35,7 @@ class Servers:
     def _start(self, i: int) -> "subprocess.Popen[bytes]":
         folder = self._folder / str(i)
         folder.mkdir()
-        conf = self._conf.replace("/var/run/nats", str(folder))
+        conf = self._conf.replace("/var/run/nats", str(folder)).replace("/data", f"{folder}/data")
         for port, own in ((4222, self.clients), (6222, self._routes), (8222, self.monitors)):
             conf = conf.replace(f": {port}\n", f": {own[i]}\n")
         # Addresses of this machine; a server listens on loopback alone.

@@ -1,13 +1,19 @@
 """Graphs that the SDK runs against a tiny fleet."""
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
 from mallee.client import AsyncMallee, GraphResult
+from mallee.testing.random_model import random_model
+from support.live_api import served
 from support.live_fleet import LiveFleet
+from support.tiny_fleet import tiny_fleet
 from support.waiting import until, until_asked
 
+MODEL = random_model("llama", 5, max_position_embeddings=2048)
 GREEDY: Any = {"temperature": 0, "ignore_eos": True}
 DOC = "A tree of many trunks from one root. " * 4
 
@@ -42,3 +48,20 @@ async def nothing_left(client: AsyncMallee, fleet: LiveFleet, num_kept: int = 0)
     await until_asked(is_given_back)
     kept = sum(engine.stats().capsules.kept for engine in fleet.engines.values())
     assert kept == num_kept
+
+
+@asynccontextmanager
+async def client_of(
+    workers: int = 1, *, num_blocks: int = 512, **settings: Any
+) -> AsyncIterator[tuple[AsyncMallee, LiveFleet]]:
+    """At the end nothing of a graph is left. `settings` are of `served`."""
+    async with (
+        tiny_fleet(MODEL, workers, num_blocks=num_blocks) as fleet,
+        served(fleet.gateways[0], **settings) as (url, _),
+        AsyncMallee(url, timeout=30) as client,
+    ):
+        yield client, fleet
+        await nothing_left(client, fleet)
+        for engine in fleet.engines.values():
+            engine.check()
+        fleet.gateways[0].check()

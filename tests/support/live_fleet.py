@@ -89,7 +89,7 @@ class LiveFleet:
 
     With `syncs`, gateways tell each other what they book; with a `source` weights can change. `below` makes
     the tiers below a worker's device, `draft_by` its draft model. `clock_of` a gateway (g0, g1, ...) or a
-    worker. `ids` name requests; without, gateways number theirs.
+    worker. `ids` of a gateway name its requests; without, gateways number theirs.
     """
 
     model: ModelSpec
@@ -109,7 +109,7 @@ class LiveFleet:
     structures: Callable[[], Any] = lambda: None
     tracing: Tracing | None = None
     clock_of: Callable[[str], Callable[[], float]] = lambda process: time.monotonic
-    ids: RequestIds | None = None
+    ids: Callable[[str], RequestIds] | None = None
     wall_clock: Callable[[], float] = time.time
     admission: AdmissionConfig | None = None
 
@@ -164,7 +164,7 @@ class LiveFleet:
         transport = LocalTransport(name, self.hosts)
         bus, recorder = await self.bus("gateway"), self.make_recorder and self.make_recorder(name)
         spans = None if self.tracing is None else RequestSpans(self.tracing, "m")
-        given: dict[str, Any] = {} if self.ids is None else {"ids": self.ids}
+        given: dict[str, Any] = {} if self.ids is None else {"ids": self.ids(name)}
         given |= {"recorder": recorder, "files": self.files, "spans": spans}
         given |= {"clock": clock, "wall_clock": self.wall_clock, "admission": self.admission}
         gateway = make_gateway(name, bus, transport, router, self.model, **given)
@@ -240,7 +240,7 @@ async def lose(f: LiveFleet, worker: str) -> Host:
 
 def kill_gateway(f: LiveFleet, number: int) -> None:
     """Cut a gateway off from the bus and from all workers for good, as if it had died."""
-    gateway, bus = f.gateways[number], f.gateways[number].records._bus
+    gateway, bus = f.gateways[number], f.gateways[number].context.bus
     assert isinstance(bus, LocalBus)
     bus.is_mute = True
     transport = gateway.shell.links._transport

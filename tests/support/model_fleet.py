@@ -573,7 +573,7 @@ class ModelFleet:
         trials = dispatcher._quarantine.waiting()
         for dispatch in state.waiting:
             if dispatch in trials:
-                assert dispatcher._quarantine.trials() or dispatcher.next_time() is not None
+                assert dispatcher._quarantine.trials or dispatcher.next_time() is not None
                 continue
             assert dispatch.queued_at is not None
             limits_s = [self.rules.max_wait_s]
@@ -611,7 +611,7 @@ class ModelFleet:
         assert not dispatcher._shards
         assert not set(dispatcher._rebuilds)
         assert not dispatcher._quarantine.waiting()
-        assert not dispatcher._quarantine.trials()
+        assert not dispatcher._quarantine.trials
         assert not dispatcher._by_worker
         assert not len(dispatcher._suspects)
         assert not dispatcher._departures.capsules()

@@ -10,6 +10,11 @@ from mallee.protocol.ids import RequestId, Scope, on_account
 SCOPES = Scopes(b"secret", draw=secrets.token_bytes)
 
 
+def scopes_at(gateway: str) -> Scopes:
+    """As SCOPES, of one gateway among others."""
+    return Scopes(b"secret", draw=secrets.token_bytes, gateway=gateway)
+
+
 _PARTS = re.compile(r"(?:-[0-9]+)?(?:\.[0-9]+)?")
 MAX_ISSUED = 1024
 _issued: dict[str, Scope] = {}  # by all gateways of this process

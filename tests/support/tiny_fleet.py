@@ -12,7 +12,7 @@ from mallee.testing.bus import LocalBus
 from mallee.testing.random_model import RandomModel
 from support.live_api import served
 from support.live_fleet import LiveFleet, running
-from support.plain_ids import SCOPES
+from support.plain_ids import scopes_at
 from support.torch_threads import torch_threads
 from support.waiting import until
 
@@ -73,7 +73,7 @@ class TwoGateways(NamedTuple):
 
     def bus_of(self, gateway: int) -> LocalBus:
         """Of the first or the second."""
-        bus = self.fleet.gateways[gateway].records._bus
+        bus = self.fleet.gateways[gateway].context.bus
         assert isinstance(bus, LocalBus)
         return bus
 
@@ -86,9 +86,9 @@ async def two_gateways(
 
     `settings` are of `served`.
     """
-    options: Any = {"gateways": 2, "syncs": True, "ids": SCOPES}
+    options: Any = {"gateways": 2, "syncs": True, "ids": scopes_at}
     async with tiny_fleet(model, 1, num_blocks=num_blocks, **options) as fleet:
-        await until(lambda: all(len(each.records._others()) == 1 for each in fleet.gateways))
+        await until(lambda: all(len(each.peers.others) == 1 for each in fleet.gateways))
         async with (
             served(fleet.gateways[0], **settings) as (here, _),
             served(fleet.gateways[1], **settings) as (there, _),

@@ -4,6 +4,7 @@
 from typing import Final
 
 from mallee.api.text.tools.lark import Lark
+from mallee.api.text.tools.parser import ToolFormat
 from mallee.api.text.tools.source import Block, Call, Functions, Source
 
 BEGIN: Final = "<｜tool▁calls▁begin｜>"
@@ -13,13 +14,11 @@ CALL_END: Final = "<｜tool▁call▁end｜>"
 SEPARATOR: Final = "<｜tool▁sep｜>"
 
 
-class DeepSeek:
+class DeepSeek(ToolFormat):
     """V3's and V3.1's are read; `is_fenced`: V3's is written."""
 
     opens = (BEGIN, CALL)
     marks = (BEGIN, END, CALL, CALL_END, SEPARATOR)
-    starts: tuple[str, ...] = ()
-    has_short_ids = False
 
     def __init__(self, *, is_fenced: bool) -> None:
         self._is_fenced = is_fenced
@@ -54,16 +53,12 @@ class DeepSeek:
         return True
 
     def grammar(self, lark: Lark, functions: Functions, *, several: bool) -> str:
-        calls = []
-        for i, function in enumerate(functions.values()):
-            name = function.name
-            head, end = f"{name}{SEPARATOR}", CALL_END
-            if self._is_fenced:
-                head = f"function{SEPARATOR}{name}\n```json\n"
-                end = "\n```" + CALL_END
-            arguments = lark.arguments(f"arguments_{i}", function.parameters)
-            rule = f"{lark.literal(CALL + head)} {arguments} {lark.literal(end)}"
-            calls.append(lark.add(f"call_{i}", rule))
+        def head(name: str) -> str:
+            fenced = f"{CALL}function{SEPARATOR}{name}\n```json\n"
+            return fenced if self._is_fenced else f"{CALL}{name}{SEPARATOR}"
+
+        end = "\n```" + CALL_END if self._is_fenced else CALL_END
+        calls = lark.each_call(functions, head, end)
         lark.add("call", " | ".join(calls))
         between = lark.literal("\n") + " " if self._is_fenced else ""
         more = f"({between}call)*" if several else ""

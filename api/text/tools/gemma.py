@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from mallee.api.text.tools.lark import Lark
+from mallee.api.text.tools.parser import ToolFormat
 from mallee.api.text.tools.source import Block, Call, Functions, Source, call_of, json_calls
 
 JSON: Final = "```json"
@@ -18,13 +19,11 @@ MAX_CODE_CHARS: Final = 1 << 16
 _WORDS: Final = {"true": True, "false": False, "null": None}
 
 
-class Gemma:
+class Gemma(ToolFormat):
     """Calls of a fence or of a list."""
 
     opens = (JSON, PYTHON)
-    marks: tuple[str, ...] = ()
     starts = ("[", "{")
-    has_short_ids = False
 
     def block(self, source: Source, functions: Functions) -> Block:
         fence = yield from source.literal(JSON, PYTHON)
@@ -47,13 +46,10 @@ class Gemma:
         return bool((yield from source.literal(FENCE))) or source.pos == len(source.text)
 
     def grammar(self, lark: Lark, functions: Functions, *, several: bool) -> str:
-        calls = []
-        for i, function in enumerate(functions.values()):
-            head = lark.literal(f'\n{{"name": {json.dumps(function.name)}, "parameters": ')
-            arguments = lark.arguments(f"arguments_{i}", function.parameters)
-            calls.append(
-                lark.add(f"call_{i}", f"{head} {arguments} {lark.literal('}' + chr(10) + FENCE)}")
-            )
+        def head(name: str) -> str:
+            return f'\n{{"name": {json.dumps(name)}, "parameters": '
+
+        calls = lark.each_call(functions, head, "}\n" + FENCE)
         lark.calls(calls, lark.literal("\n" + JSON) if several else None)
         return JSON
 

@@ -4,19 +4,18 @@ import json
 from typing import Final
 
 from mallee.api.text.tools.lark import Lark
+from mallee.api.text.tools.parser import ToolFormat
 from mallee.api.text.tools.source import Block, Functions, Source, object_call
 
 OPEN: Final = "<tool_call>"
 CLOSE: Final = "</tool_call>"
 
 
-class Hermes:
+class Hermes(ToolFormat):
     """A call each block."""
 
     opens = (OPEN,)
     marks = (OPEN, CLOSE)
-    starts: tuple[str, ...] = ()
-    has_short_ids = False
 
     def block(self, source: Source, functions: Functions) -> Block:
         yield from source.literal(OPEN)
@@ -28,11 +27,9 @@ class Hermes:
         return bool((yield from source.literal(CLOSE))) or source.pos == len(source.text)
 
     def grammar(self, lark: Lark, functions: Functions, *, several: bool) -> str:
-        end = lark.literal("}\n" + CLOSE)
-        calls = []
-        for i, function in enumerate(functions.values()):
-            head = lark.literal(f'\n{{"name": {json.dumps(function.name)}, "arguments": ')
-            arguments = lark.arguments(f"arguments_{i}", function.parameters)
-            calls.append(lark.add(f"call_{i}", f"{head} {arguments} {end}"))
+        def head(name: str) -> str:
+            return f'\n{{"name": {json.dumps(name)}, "arguments": '
+
+        calls = lark.each_call(functions, head, "}\n" + CLOSE)
         lark.calls(calls, lark.literal("\n" + OPEN) if several else None)
         return OPEN

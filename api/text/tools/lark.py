@@ -2,8 +2,10 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
+
+from mallee.api.text.conversation import Function
 
 # JSON as templates write it: with one space, so that the next turn's prompt begins with the answer's tokens.
 _LAYOUT: Final = {
@@ -46,6 +48,17 @@ class Lark:
         """A rule for the arguments of a function, an object whatever its schema leaves open."""
         none = {"properties": {}, "additionalProperties": False}
         return self.json(name, {"type": "object", **(parameters or none)})
+
+    def each_call(
+        self, functions: Mapping[str, Function], head: Callable[[str], str], end: str
+    ) -> list[str]:
+        """A rule for a call of each function: `head` of its name, its arguments, `end`."""
+        rules = []
+        for i, function in enumerate(functions.values()):
+            arguments = self.arguments(f"arguments_{i}", function.parameters)
+            body = f"{self.literal(head(function.name))} {arguments} {self.literal(end)}"
+            rules.append(self.add(f"call_{i}", body))
+        return rules
 
     def calls(self, options: Sequence[str], separator: str | None) -> None:
         """The rule "calls": one of `options`, or more with `separator` between them."""

@@ -8,18 +8,17 @@ import json
 from typing import Final
 
 from mallee.api.text.tools.lark import Lark
+from mallee.api.text.tools.parser import ToolFormat
 from mallee.api.text.tools.source import Block, Functions, Source, object_call
 
 TAG: Final = "<|python_tag|>"
 
 
-class Llama:
+class Llama(ToolFormat):
     """A call each block."""
 
-    opens: tuple[str, ...] = ()
     marks = (TAG,)
     starts = (TAG, "{", ";")
-    has_short_ids = False
 
     def block(self, source: Source, functions: Functions) -> Block:
         yield from source.literal(TAG, ";")
@@ -28,10 +27,8 @@ class Llama:
         return is_call and (yield from object_call(source, functions))
 
     def grammar(self, lark: Lark, functions: Functions, *, several: bool) -> str:
-        calls = []
-        for i, function in enumerate(functions.values()):
-            head = lark.literal(f'{{"name": {json.dumps(function.name)}, "parameters": ')
-            arguments = lark.arguments(f"arguments_{i}", function.parameters)
-            calls.append(lark.add(f"call_{i}", f'{head} {arguments} "}}"'))
-        lark.calls(calls, None)
+        def head(name: str) -> str:
+            return f'{{"name": {json.dumps(name)}, "parameters": '
+
+        lark.calls(lark.each_call(functions, head, "}"), None)
         return ""

@@ -4,6 +4,7 @@ import json
 from typing import Final
 
 from mallee.api.text.tools.lark import Lark
+from mallee.api.text.tools.parser import ToolFormat
 from mallee.api.text.tools.source import Block, Call, Functions, Source, json_calls
 
 OPEN: Final = "[TOOL_CALLS]"
@@ -11,12 +12,11 @@ ARGUMENTS: Final = "[ARGS]"
 CALL_ID: Final = "[CALL_ID]"
 
 
-class Mistral:
+class Mistral(ToolFormat):
     """Both are read; `names_first`: the newer one is written."""
 
     opens = (OPEN,)
     marks = (OPEN, ARGUMENTS, CALL_ID)
-    starts: tuple[str, ...] = ()
     has_short_ids = True
 
     def __init__(self, *, names_first: bool) -> None:
@@ -36,14 +36,11 @@ class Mistral:
         return (yield from source.arguments())
 
     def grammar(self, lark: Lark, functions: Functions, *, several: bool) -> str:
-        calls = []
-        for i, function in enumerate(functions.values()):
-            if self._names_first:
-                head, end = f"{function.name}{ARGUMENTS}", ""
-            else:
-                head, end = f'{{"name": {json.dumps(function.name)}, "arguments": ', ' "}"'
-            arguments = lark.arguments(f"arguments_{i}", function.parameters)
-            calls.append(lark.add(f"call_{i}", f"{lark.literal(head)} {arguments}{end}"))
+        def head(name: str) -> str:
+            newer = f"{name}{ARGUMENTS}"
+            return newer if self._names_first else f'{{"name": {json.dumps(name)}, "arguments": '
+
+        calls = lark.each_call(functions, head, "" if self._names_first else "}")
         if self._names_first:
             lark.calls(calls, lark.literal(OPEN) if several else None)
         else:

@@ -5,7 +5,8 @@ the call's: templates write it there again.
 """
 
 import re
-from typing import Final, Protocol, TypeAlias
+from abc import ABC, abstractmethod
+from typing import Final, TypeAlias
 
 from mallee.api.text.tokenizer import overlap
 from mallee.api.text.tools.lark import Lark
@@ -17,28 +18,24 @@ Piece: TypeAlias = str | Call
 MAX_FAILED: Final = 64
 
 
-class ToolFormat(Protocol):
-    """The form in which a family of models writes calls."""
+class ToolFormat(ABC):
+    """The form in which a family of models writes calls.
 
-    @property
-    def marks(self) -> tuple[str, ...]:
-        """Texts of blocks that are special tokens of some tokenizers, and have to be shown."""
+    With one of `opens` a block begins anywhere, with one of `starts` only at the answer's beginning, or after
+    another. `marks`: texts of blocks that are special tokens of some tokenizers, and have to be shown.
+    `has_short_ids`: templates want ids of calls of nine letters and digits.
+    """
 
-    @property
-    def has_short_ids(self) -> bool:
-        """Whether templates want ids of calls of nine letters and digits."""
+    opens: tuple[str, ...] = ()
+    starts: tuple[str, ...] = ()
+    marks: tuple[str, ...] = ()
+    has_short_ids = False
 
-    @property
-    def opens(self) -> tuple[str, ...]:
-        """With one of these a block begins, anywhere."""
-
-    @property
-    def starts(self) -> tuple[str, ...]:
-        """With one of these a block begins only at the answer's beginning, or after another."""
-
+    @abstractmethod
     def block(self, source: Source, functions: Functions) -> Block:
         """The calls of a block that begins at the source's place."""
 
+    @abstractmethod
     def grammar(self, lark: Lark, functions: Functions, *, several: bool) -> str:
         """Add the rule "calls" for what follows the text that is returned, with which calls begin."""
 

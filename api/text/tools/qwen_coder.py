@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from mallee.api.text.tools.lark import Lark
+from mallee.api.text.tools.parser import ToolFormat
 from mallee.api.text.tools.source import (
     Block,
     Call,
@@ -24,13 +25,11 @@ VALUE_END: Final = "</parameter>"
 _WORDS: Final = {"True": True, "False": False, "None": None}
 
 
-class QwenCoder:
+class QwenCoder(ToolFormat):
     """A call each block."""
 
     opens = (OPEN, "<function=")
     marks = (OPEN, CLOSE)
-    starts: tuple[str, ...] = ()
-    has_short_ids = False
 
     def block(self, source: Source, functions: Functions) -> Block:
         is_wrapped = bool((yield from source.literal(OPEN)))

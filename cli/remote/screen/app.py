@@ -196,12 +196,9 @@ class Top(App[None]):
     async def _course(self, request: str) -> Course | str:
         """Or a sentence that says why it isn't known."""
         try:
-            return (
-                await self._service.course(request)
-                or "the course of its request is not remembered any more"
-            )
+            return await self._service.course(request) or _FORGOTTEN
         except NotFound:
-            return "the course of its request is not remembered any more"
+            return _FORGOTTEN
         except MalleeError as error:
             return str(error)
 

@@ -57,6 +57,11 @@ http:
 imports:
   max_gib: 2
   spool_gib: 4
+store:
+  name: {{ include "mallee.store" . }}
+  {{- if $v.nats.enabled }}
+  replicas: {{ min 3 (int $v.nats.replicas) }}
+  {{- end }}
 links:
   tcp: always
   secret_file: /etc/mallee/link/secret
@@ -95,6 +100,11 @@ both clusters run beside each other for a while and each counts its workers from
 {{- $fleet = printf "%s-%s" $fleet (toJson $kept | sha256sum | trunc 8) }}
 {{- end }}
 {{- $fleet }}
+{{- end }}
+
+{{/* The name of the store, which the fleets of an upgrade share. */}}
+{{- define "mallee.store" -}}
+{{- dig "store" "name" "" .Values.settings | default .Values.settings.fleet | default "mallee" }}
 {{- end }}
 
 {{/* serveConfigV2. */}}

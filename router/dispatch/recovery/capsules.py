@@ -27,19 +27,13 @@ class Capsules:
 
     def worker_of(self, capsule: CapsuleId) -> WorkerId | None:
         """The worker that holds `capsule` and stays. Raises CapsuleStale."""
-        self.check_fresh(capsule)
-        try:
-            worker = self._router.capsule(capsule).worker
-        except UnknownCapsule:
-            return None
-        return None if worker in self._leaving else worker
+        entry = self._router.check_fresh(capsule, self._texts.weights(capsule))
+        return None if entry is None or entry.worker in self._leaving else entry.worker
 
     def is_durable(self, capsule: CapsuleId) -> bool:
         """Whether a worker has `capsule` on disk, as far as is known."""
-        try:
-            return self._router.capsule(capsule).is_durable
-        except UnknownCapsule:
-            return False
+        entry = self._router.find_capsule(capsule)
+        return entry is not None and entry.is_durable
 
     def check_fresh(self, capsule: CapsuleId) -> None:
         """Raises CapsuleStale if `capsule` was made by other weights than those that serve."""
@@ -97,18 +91,12 @@ class Capsules:
             return text is not None and text.grammar is not None
         return self._texts.knows(job.capsule)
 
-    def is_lost(self, capsule: CapsuleId) -> bool:
-        """Whether `capsule` went with its worker, and can be computed again."""
-        return self._texts.knows(capsule) and self._went_with_worker(capsule)
-
     def _went_with_worker(self, capsule: CapsuleId) -> bool:
         """Whether `capsule` is gone, or as good as gone, by the end of its worker and not by its own."""
         if self._router.was_lost(capsule):
             return True
-        try:
-            return self._router.capsule(capsule).worker in self._leaving
-        except UnknownCapsule:
-            return False
+        entry = self._router.find_capsule(capsule)
+        return entry is not None and entry.worker in self._leaving
 
     def _lost(self, capsule: CapsuleId) -> MalleeError:
         if self.is_durable(capsule) or self._router.is_taken_over(capsule):

@@ -29,22 +29,19 @@ class Departure:
 class Departures:
     """The workers that drain. Capsules are made again by requests of the gateway's own."""
 
-    __slots__ = ("_by_request", "_by_worker")
+    __slots__ = ("_by_request", "by_worker")
 
     def __init__(self) -> None:
-        self._by_worker: dict[WorkerId, Departure] = {}
+        self.by_worker: dict[WorkerId, Departure] = {}  # not to be changed
         self._by_request: dict[RequestId, Departure] = {}  # their workers may be gone
-
-    def __contains__(self, worker: object) -> bool:
-        return worker in self._by_worker
 
     def begin(self, worker: WorkerId, capsules: Iterable[CapsuleId]) -> None:
         """`worker` drains; `capsules` are to be made again."""
-        self._by_worker[worker] = Departure(worker, capsules)
+        self.by_worker[worker] = Departure(worker, capsules)
 
     def next(self, worker: WorkerId) -> CapsuleId | None:
         """The next capsule of `worker` to be made again, unless enough of them are."""
-        departure = self._by_worker.get(worker)
+        departure = self.by_worker.get(worker)
         if departure is None or len(departure.under_way) >= MAX_REBUILDS or not departure.waiting:
             return None
         return departure.waiting.popleft()
@@ -54,7 +51,7 @@ class Departures:
 
         None: one that an earlier life of `worker` left does so already, and ends for this one.
         """
-        departure = self._by_worker[worker]
+        departure = self.by_worker[worker]
         if is_durable:
             departure.durable.add(capsule)
         request = RequestId(f"rebuild-{capsule}-{worker}")
@@ -72,7 +69,7 @@ class Departures:
 
     def must_secure(self, worker: WorkerId, capsule: CapsuleId) -> bool:
         """Whether `capsule`, made again, was durable on `worker`, which stays then until it is `secured`."""
-        departure = self._by_worker.get(worker)
+        departure = self.by_worker.get(worker)
         if departure is None or capsule not in departure.durable:
             return False
         departure.unsecured.add(capsule)
@@ -80,7 +77,7 @@ class Departures:
 
     def secured(self, worker: WorkerId, capsule: CapsuleId) -> None:
         """`capsule` is durable elsewhere, or can't be."""
-        if (departure := self._by_worker.get(worker)) is not None:
+        if (departure := self.by_worker.get(worker)) is not None:
             departure.unsecured.discard(capsule)
 
     def requests_for(self, capsule: CapsuleId) -> list[RequestId]:
@@ -94,16 +91,16 @@ class Departures:
 
     def clear(self) -> list[CapsuleId]:
         """Forget all workers. Returns their capsules that were not begun."""
-        return [capsule for worker in list(self._by_worker) for capsule in self.forget(worker)]
+        return [capsule for worker in list(self.by_worker) for capsule in self.forget(worker)]
 
     def is_done(self, worker: WorkerId) -> bool:
         """Whether `worker` drains and no capsule of it is to be made again."""
-        departure = self._by_worker.get(worker)
+        departure = self.by_worker.get(worker)
         return departure is not None and departure.is_done
 
     def forget(self, worker: WorkerId) -> list[CapsuleId]:
         """`worker` is gone. Returns its capsules that were not begun."""
-        departure = self._by_worker.pop(worker, None)
+        departure = self.by_worker.pop(worker, None)
         if departure is None:
             return []
         left, departure.waiting = list(departure.waiting), deque()
@@ -111,5 +108,5 @@ class Departures:
 
     def capsules(self) -> set[CapsuleId]:
         """All that are to be made again, or are under way."""
-        departures = {*self._by_worker.values(), *self._by_request.values()}
+        departures = {*self.by_worker.values(), *self._by_request.values()}
         return {c for d in departures for c in (*d.waiting, *d.under_way.values())}

@@ -25,27 +25,23 @@ class Quarantine:
     `can_convict` a request is tried for ever.
     """
 
-    __slots__ = ("_can_convict", "_quiet_until", "_trials", "_waiting")
+    __slots__ = ("_can_convict", "_quiet_until", "lost", "trials")
 
     def __init__(self, *, can_convict: bool) -> None:
-        self._waiting: dict[WorkerId | None, deque[Dispatch]] = {}  # by `lost_with`
-        self._trials: dict[Dispatch, None] = {}  # under way
+        self.lost: dict[WorkerId | None, deque[Dispatch]] = {}  # that wait, by `lost_with`
+        self.trials: dict[Dispatch, None] = {}  # under way; as `lost` not to be changed
         self._quiet_until = -inf
         self._can_convict = can_convict
 
     def waiting(self) -> set[Dispatch]:
         """All that are not on trial yet."""
-        return {dispatch for waiting in self._waiting.values() for dispatch in waiting}
-
-    def trials(self) -> set[Dispatch]:
-        """All that are on trial."""
-        return set(self._trials)
+        return {dispatch for waiting in self.lost.values() for dispatch in waiting}
 
     def blame(self, lost: Iterable[Shard], now: float) -> None:
         """A worker died with these shards on it. Of several that were on trial there none is convicted."""
         self._quiet_until = now + QUIET_S
         unseen = [shard for shard in lost if not shard.is_seen]
-        tried = {shard.dispatch for shard in unseen if shard.dispatch in self._trials}
+        tried = {shard.dispatch for shard in unseen if shard.dispatch in self.trials}
         for shard in unseen:
             is_convicted = len(tried) == 1 and shard.dispatch in tried
             shard.state.blame = MAX_BLAME if is_convicted else 1
@@ -55,7 +51,7 @@ class Quarantine:
         return state.blame >= MAX_BLAME and self._can_convict
 
     def add(self, dispatch: Dispatch) -> None:
-        self._waiting.setdefault(dispatch.lost_with, deque()).append(dispatch)
+        self.lost.setdefault(dispatch.lost_with, deque()).append(dispatch)
 
     def next(self, now: float) -> Dispatch | None:
         """The dispatch to be placed next; it is on trial from now on, unless its request was cleared."""
@@ -64,28 +60,28 @@ class Quarantine:
             return None
         self.discard(dispatch)
         if dispatch.state.blame:
-            self._trials[dispatch] = None
+            self.trials[dispatch] = None
         return dispatch
 
     def end(self, dispatch: Dispatch) -> bool:
         """End the trial of `dispatch`. False if it was not on trial."""
-        if dispatch not in self._trials:
+        if dispatch not in self.trials:
             return False
-        del self._trials[dispatch]
+        del self.trials[dispatch]
         return True
 
     def discard(self, dispatch: Dispatch) -> None:
         """Have `dispatch` wait no more, if it does."""
-        waiting = self._waiting.get(dispatch.lost_with, ())
+        waiting = self.lost.get(dispatch.lost_with, ())
         if dispatch in waiting:
-            self._waiting[dispatch.lost_with].remove(dispatch)
+            self.lost[dispatch.lost_with].remove(dispatch)
             if not waiting:
-                del self._waiting[dispatch.lost_with]
+                del self.lost[dispatch.lost_with]
 
     def workers(self) -> set[WorkerId]:
         """The workers that dispatches are tried on."""
-        shards = (shard for trial in self._trials for shard in trial.state.shards.values())
-        return {shard.worker for shard in shards if shard.dispatch in self._trials}
+        shards = (shard for trial in self.trials for shard in trial.state.shards.values())
+        return {shard.worker for shard in shards if shard.dispatch in self.trials}
 
     def next_time(self) -> float | None:
         """The time to ask for the `next` one."""
@@ -93,11 +89,11 @@ class Quarantine:
 
     def _first(self) -> Dispatch | None:
         """The first dispatch that need not wait for the end of a trial."""
-        if not self._waiting:
+        if not self.lost:
             return None
-        tried = {trial.lost_with for trial in self._trials}
-        states = {trial.state for trial in self._trials}
-        for worker, waiting in self._waiting.items():
+        tried = {trial.lost_with for trial in self.trials}
+        states = {trial.state for trial in self.trials}
+        for worker, waiting in self.lost.items():
             dispatch = waiting[0]
             if worker not in tried and dispatch.state not in states:
                 return dispatch

@@ -97,18 +97,18 @@ async def test_a_gateway_that_takes_too_long_is_told_apart_from_an_unknown_reque
     monkeypatch.setattr(verbs, "WAIT_S", 0.1)
     async with two_gateways(MODEL) as s, streamed(s.a) as (run, read):
         await read(3)
-        records = s.fleet.gateways[0].records
-        tell = records._tell.pop(verbs._VERB)
+        answers = s.fleet.gateways[0].peers._answers
+        tell = answers[verbs._VERB]
 
         async def never(key: str, scope: Any, given: bytes) -> bytes | None:
             await until(lambda: False, timeout_s=0.5)
             return None
 
-        records._tell[verbs._VERB] = never
+        answers[verbs._VERB] = never
         answer = await s.b.post(f"/v1/requests/{run.name}/prune", json={})
         assert answer.status_code == 503
         assert run.name in answer.json()["error"]["message"]
-        records._tell[verbs._VERB] = tell
+        answers[verbs._VERB] = tell
         await post(s.b, f"/v1/requests/{run.name}/prune")
         await read()
 

@@ -25,32 +25,12 @@ from mallee.client import (
 )
 from mallee.mocker.passes import mock_spec
 from mallee.router.config import RouterConfig
-from mallee.testing.random_model import random_model
-from support.graph_runs import CHAT, DOC, GREEDY, nothing_left, times_add_up
+from support.graph_runs import CHAT, DOC, GREEDY, MODEL, client_of, nothing_left, times_add_up
 from support.live_api import served
 from support.live_fleet import LiveFleet, kill_gateway, lose, running
-from support.plain_ids import SCOPES
+from support.plain_ids import scopes_at
 from support.tiny_fleet import tiny_fleet
 from support.waiting import elapse, until, until_asked
-
-MODEL = random_model("llama", 5, max_position_embeddings=2048)
-
-
-@asynccontextmanager
-async def client_of(
-    workers: int = 1, *, num_blocks: int = 512, **settings: Any
-) -> AsyncIterator[tuple[AsyncMallee, LiveFleet]]:
-    """At the end nothing of a graph is left. `settings` are of `served`."""
-    async with (
-        tiny_fleet(MODEL, workers, num_blocks=num_blocks) as fleet,
-        served(fleet.gateways[0], **settings) as (url, _),
-        AsyncMallee(url, timeout=30) as client,
-    ):
-        yield client, fleet
-        await nothing_left(client, fleet)
-        for engine in fleet.engines.values():
-            engine.check()
-        fleet.gateways[0].check()
 
 
 async def until_event(run: AsyncGraphRun, kind: str, node: str = "") -> list[GraphEvent]:
@@ -389,13 +369,13 @@ async def test_a_budget_bounds_the_whole_graph() -> None:
 async def two_clients() -> AsyncIterator[tuple[AsyncMallee, AsyncMallee, LiveFleet, "Entry"]]:
     """A client of each of two gateways, and an entry before the first, by which clients find another."""
     async with (
-        tiny_fleet(MODEL, 1, gateways=2, syncs=True, ids=SCOPES) as fleet,
+        tiny_fleet(MODEL, 1, gateways=2, syncs=True, ids=scopes_at) as fleet,
         served(fleet.gateways[0]) as (here, server),
         served(fleet.gateways[1]) as (there, _),
         AsyncMallee(here) as a,
         AsyncMallee(there) as b,
     ):
-        await until(lambda: all(len(each.records._others()) == 1 for each in fleet.gateways))
+        await until(lambda: all(len(each.peers.others) == 1 for each in fleet.gateways))
 
         def kill() -> None:
             kill_gateway(fleet, 0)

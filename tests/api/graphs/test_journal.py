@@ -9,7 +9,6 @@ import pytest
 
 from mallee.client import (
     AsyncGraphRun,
-    AsyncMallee,
     BudgetSpent,
     Graph,
     GraphResult,
@@ -22,12 +21,8 @@ from mallee.client.graphs.results import Work
 from mallee.graphs.graph import checked_graph
 from mallee.graphs.nodes import Branch, Item, Join, Map, Prefill, Tool
 from mallee.graphs.run import Output
-from mallee.testing.random_model import random_model
-from support.graph_runs import DOC, GREEDY, nothing_left
-from support.live_api import served
-from support.tiny_fleet import tiny_fleet
+from support.graph_runs import DOC, GREEDY, client_of, nothing_left
 
-MODEL = random_model("llama", 5, max_position_embeddings=2048)
 DRAWN: Any = {"temperature": 1.0, "seed": 5, "ignore_eos": True}
 
 
@@ -71,11 +66,7 @@ async def read(run: AsyncGraphRun, *until: str) -> set[str]:
 
 async def test_a_run_goes_on_from_what_one_that_died_has_done(tmp_path: Path) -> None:
     """S4: what was done is not done again, whatever it drew; the rest begins where that ended."""
-    async with (
-        tiny_fleet(MODEL, 1) as fleet,
-        served(fleet.gateways[0]) as (url, _),
-        AsyncMallee(url) as client,
-    ):
+    async with client_of() as (client, _):
         done = ("doc", "a", "b", "c", "after", "each")
         dead = client.run(story(hang), journal=tmp_path / "dead")
         await read(dead, *done)
@@ -95,18 +86,13 @@ async def test_a_run_goes_on_from_what_one_that_died_has_done(tmp_path: Path) ->
         again = await client.run(story(hang), journal=tmp_path / "next").wait()
         assert (again.outputs, again.prefill_tokens) == (result.outputs, result.prefill_tokens)
         await dead.close()
-        await nothing_left(client, fleet)
 
 
 async def test_what_is_needed_and_gone_is_computed_again_with_all_that_was_made_of_it(
     tmp_path: Path,
 ) -> None:
     """S4, part: a run that was left has given its capsules back."""
-    async with (
-        tiny_fleet(MODEL, 1) as fleet,
-        served(fleet.gateways[0]) as (url, _),
-        AsyncMallee(url) as client,
-    ):
+    async with client_of() as (client, fleet):
         async with client.run(story(hang), journal=tmp_path / "j") as run:
             await read(run, "doc", "a", "b", "c", "after", "each")
         await nothing_left(client, fleet)
@@ -115,7 +101,6 @@ async def test_what_is_needed_and_gone_is_computed_again_with_all_that_was_made_
         result = await run.wait()
         names = ("b", "c", "each[0]", "a", "doc")
         assert [result.nodes[name].resumed for name in names] == [True] * 3 + [False] * 2
-        await nothing_left(client, fleet)
 
 
 async def test_a_budget_goes_on_with_its_graph(tmp_path: Path) -> None:
@@ -131,11 +116,7 @@ async def test_a_budget_goes_on_with_its_graph(tmp_path: Path) -> None:
         graph.branch(doc, [graph.tool(look_up), " b"], max_tokens=30, name="b", **GREEDY)
         return graph
 
-    async with (
-        tiny_fleet(MODEL, 1) as fleet,
-        served(fleet.gateways[0]) as (url, _),
-        AsyncMallee(url) as client,
-    ):
+    async with client_of() as (client, _):
 
         async def again(name: str, **budget: int) -> GraphResult:
             given: Any = {"budget": budget}
@@ -162,11 +143,7 @@ async def test_a_budget_goes_on_with_its_graph(tmp_path: Path) -> None:
 async def test_a_journal_that_can_not_be_written_ends_its_graph(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with (
-        tiny_fleet(MODEL, 1) as fleet,
-        served(fleet.gateways[0]) as (url, _),
-        AsyncMallee(url) as client,
-    ):
+    async with client_of() as (client, fleet):
         write = Journal.write
 
         def full(journal: Journal, record: Head | Done) -> None:

@@ -4,22 +4,23 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
-from unittest.mock import create_autospec
+from unittest.mock import AsyncMock, Mock, create_autospec
 
 import openai
 import pytest
 import yaml
 
+from mallee.api.responses.background import Background
 from mallee.api.responses.room import Responses
-from mallee.api.responses.running import Background, Run
-from mallee.api.responses.store import Record
+from mallee.api.responses.running import Run
 from mallee.api.text.chat import ChatTemplate
-from mallee.api.text.conversation import Conversation
 from mallee.api.text.families import FAMILIES
 from mallee.gateway.access.access import Access
 from mallee.gateway.access.keys import new_key
 from mallee.gateway.access.quotas import UNLIMITED
+from mallee.gateway.store.store import StoreAway
 from mallee.protocol.errors import CapsuleStale, UnknownCapsule
 from mallee.protocol.ids import COMMON
 from mallee.router.dispatch.jobs import ForkJob, GenerateJob
@@ -68,23 +69,27 @@ async def scene(monkeypatch: Any, folder: Path, **settings: Any) -> AsyncIterato
         for client in clients:
             await client.close()
         assert rooms[0]._tasks.failure is None
-        rooms[0].store.check()
+
+
+async def num_stored(client: openai.AsyncOpenAI) -> int:
+    found: Any = await client.get("/responses", cast_to=object)
+    return len(found["data"])
 
 
 async def test_a_quota_refuses_a_background_response_before_it_is_one(
     monkeypatch: Any, tmp_path: Path
 ) -> None:
     """F30, part: with 429, and its branch counts as long as it runs."""
-    async with scene(monkeypatch, tmp_path) as (_, room, (alice, _bob)):
+    async with scene(monkeypatch, tmp_path) as (_, _room, (alice, _bob)):
         first, second = [await alice.responses.create(**LONG, background=True) for _ in range(2)]
         with pytest.raises(openai.RateLimitError, match="branches"):
             await alice.responses.create(**LONG, background=True)
-        assert len(room.store) == 2
+        assert await num_stored(alice) == 2
         await alice.responses.cancel(first.id)
         third = await alice.responses.create(**LONG, background=True)
         for each in (second, third):
             await alice.responses.delete(each.id)
-        assert len(room.store) == 1
+        assert await num_stored(alice) == 1
 
 
 async def test_one_tenant_may_not_run_all_background_responses(
@@ -129,7 +134,7 @@ async def test_one_that_is_deleted_while_its_cancel_ends_does_not_come_back(
         gate.set()
         assert (await cancelling).status == "cancelled"
         await deleting
-        assert len(room.store) == 0
+        assert await num_stored(alice) == 0
         assert not room._background
         await until(lambda: fleet.engines["w0"].stats().jobs == 0)
         with pytest.raises(openai.NotFoundError):
@@ -139,7 +144,7 @@ async def test_one_that_is_deleted_while_its_cancel_ends_does_not_come_back(
 async def test_a_streamed_one_is_read_again_from_any_event_and_all_are_counted(
     monkeypatch: Any, tmp_path: Path
 ) -> None:
-    async with scene(monkeypatch, tmp_path) as (_, room, (alice, _bob)):
+    async with scene(monkeypatch, tmp_path) as (fleet, room, (alice, _bob)):
         short = {**LONG, "max_output_tokens": 8}
         stream = await alice.responses.create(**short, background=True, stream=True)
         events = [event async for event in stream]
@@ -148,9 +153,47 @@ async def test_a_streamed_one_is_read_again_from_any_event_and_all_are_counted(
         again = await alice.responses.retrieve(name, stream=True, starting_after=3)
         assert [e.sequence_number async for e in again] == list(range(4, len(events)))
         await until(lambda: not room._background)
-        (kept,) = room.store._records.values()
-        assert len(kept.record.events) == len(events)
-        assert kept.nbytes == kept.record.nbytes
+        again = await alice.responses.retrieve(name, stream=True, starting_after=3)
+        assert [e async for e in again] == events[4:]
+        past = await alice.responses.retrieve(name, stream=True, starting_after=len(events))
+        assert [e async for e in past] == []
+        await alice.responses.delete(name)
+        kept = fleet.hub.kept.buckets
+        assert not kept["mallee_test_responses"]
+        assert not kept["mallee_test_events"]
+
+
+async def test_events_that_were_forgotten_are_refused(monkeypatch: Any, tmp_path: Path) -> None:
+    async with scene(monkeypatch, tmp_path) as (fleet, room, (alice, _bob)):
+        stream = await alice.responses.create(
+            **{**LONG, "max_output_tokens": 8}, background=True, stream=True
+        )
+        events = [event async for event in stream]
+        await until(lambda: not room._background)
+        fleet.hub.kept.buckets["mallee_test_events"].clear()
+        with pytest.raises(openai.BadRequestError, match="not stored any more"):
+            await alice.responses.retrieve(events[0].response.id, stream=True)  # type: ignore[union-attr]
+
+
+async def test_what_an_earlier_life_of_a_gateway_left_running_has_failed(
+    monkeypatch: Any, tmp_path: Path
+) -> None:
+    """Alone for good, and none of it here: at once, in lists too."""
+    async with scene(monkeypatch, tmp_path) as (fleet, room, (alice, _bob)):
+        made = await alice.responses.create(**LONG, background=True)
+        await until(lambda: fleet.engines["w0"].stats().jobs == 1)
+        (background,) = room._background.values()
+        assert background._answering is not None
+        for task in (background._answering, background.life):
+            room._tasks.cancel(task)
+        monkeypatch.setattr(room._stored, "put", AsyncMock(side_effect=StoreAway("gone")))
+        await until(lambda: not room._background)
+        monkeypatch.undo()
+        listed: Any = await alice.get("/responses", cast_to=object)
+        assert [each["status"] for each in listed["data"]] == ["failed"]
+        found = await alice.responses.retrieve(made.id)
+        assert found.error is not None
+        assert "is gone" in found.error.message
 
 
 @pytest.mark.slow
@@ -186,12 +229,12 @@ async def test_a_capsule_that_is_lost_on_the_way_is_computed_from_the_stored_con
 
 
 async def test_a_reader_that_is_slow_at_the_end_gets_the_end() -> None:
-    record = Record("resp_a", COMMON, {}, [], Conversation(()))
     run = create_autospec(Run, instance=True)  # it never begins
-    background = Background(run, record, UNLIMITED, tenant="", streams=True)
-    record.events.append(b"first")
+    run.scope, run.writer = COMMON, SimpleNamespace(body={"id": "resp_a"})
+    background = Background(run, Mock(), UNLIMITED, tenant="", streams=True)
+    background._events.append(b"first")
     reading = background.follow(-1)
     assert await anext(reading) == b"first"
-    record.events.append(b"last")  # while the first is written
-    background.finish()
+    background._events.append(b"last")  # while the first is written
+    background._is_over = True
     assert [each async for each in reading] == [b"last"]

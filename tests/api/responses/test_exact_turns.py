@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mallee.api.chat.reading import ChatReader
 from mallee.api.jobs import JobMaker
 from mallee.api.prompts import PromptReader
-from mallee.api.responses.store import Left, Record, Turn
+from mallee.api.responses.store import Left, State
 from mallee.api.responses.turns import TurnMaker
 from mallee.api.text.chat import ChatTemplate
 from mallee.api.text.conversation import Conversation, Message, ToolCall
@@ -20,6 +20,7 @@ from mallee.api.text.families import FAMILIES, Family
 from mallee.protocol.api.responses import ResponseRequest
 from mallee.protocol.hashing import as_tokens
 from mallee.protocol.ids import COMMON, CapsuleId
+from mallee.protocol.messages import pack_tokens
 from mallee.protocol.model import ModelSpec
 from mallee.router.dispatch.jobs import NO_TERMS, ForkJob
 from mallee.runtime.config import ChatSettings, HttpSettings
@@ -62,7 +63,7 @@ class Chain:
         )
         self.turns = TurnMaker(self.reader, chat, maker)
         self.effort = effort
-        self.record: Record | None = None
+        self.state: State | None = None
         self.capsule: list[int] = []
 
     def ask(self, items: Any, answer: Message, raw: str) -> None:
@@ -73,7 +74,7 @@ class Chain:
             tools=[TOOL],
             reasoning={"effort": self.effort} if self.effort else None,
         )
-        planned = self.turns.plan(body, COMMON, NO_TERMS, self.record, has_capsule=True)
+        planned = self.turns.plan(body, COMMON, NO_TERMS, self.state, has_capsule=True)
         (job,) = planned.plan.jobs
         if isinstance(job, ForkJob):
             assert job.at is None or job.at < len(self.capsule)
@@ -82,16 +83,18 @@ class Chain:
             prompt = np.asarray(job.tokens).tolist()
         head = planned.head
         whole = Conversation(
-            (*head.messages, *planned.turn.conversation()), head.functions, head.variables
+            (*head.messages, *(message for turn in planned.turns for message in turn)),
+            head.functions,
+            head.variables,
         )
         text = self.template.render(whole).text
         assert bytes(prompt).decode() == text
         assert planned.plan.prompt_tokens == len(prompt)
         drawn = as_tokens([*raw.encode()])
         self.capsule = [*prompt, *drawn.tolist()]
-        self.record = Record("r", COMMON, {}, [], head, Turn(planned.turn, (answer,)))
-        asked = planned.asked or (len(prompt), planned.turn)
-        self.record.left = Left(CapsuleId("c"), len(prompt), drawn, asked)
+        asked = planned.asked or (len(prompt), len(planned.turns) - 1)
+        left = Left(CapsuleId("c"), len(prompt), pack_tokens(drawn), *asked)
+        self.state = State.of(head, (*planned.turns, (answer,)), left)
 
 
 @st.composite

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from mallee.cli.main import cli
 from mallee.cli.profile.command import wait_of
-from mallee.cli.profile.measure import Profiler, Sweep
 from mallee.cli.profile.steps import PHASES, StepTimes, record_steps, summary
+from mallee.mocker.measure import Profiler, Sweep
 from mallee.mocker.passes import mock_spec
 from mallee.mocker.timing import Timing
 from mallee.mocker.timing.files import GridData, read_timing

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 from click.testing import Result
 from rich.console import Console
@@ -14,6 +15,7 @@ from mallee.cli.remote.watching import watch
 from mallee.client import ConnectionFailed, InvalidParameter, SessionNode, SessionTree, Worker
 from mallee.protocol.errors import ConfigError
 from mallee.runtime.addresses import free_port
+from support.scripted_service import worker
 
 
 def text(shown: Any) -> list[str]:
@@ -144,32 +146,10 @@ def run(*arguments: str) -> Result:
 
 
 def sample(at: float, tokens: float, active: int = 0, gateway: str = "g0") -> Sample:
-    worker = Worker(
-        worker="w0",
-        object="worker",
-        incarnation="1",
-        address="",
-        state="ready",
-        device="NVIDIA H100",
-        num_blocks=100,
-        active_blocks=active,
-        indexed_blocks=9,
-        rows=3,
-        waiting=1,
-        prefill_tokens=5,
-        lease_age_s=0.5,
-        is_whole=True,
-        is_new=False,
-        lends_at="",
-        weight_version="base",
-        weight_change=None,
-        metrics_at="",
-        use=None,
-        tiers=None,
-    )
+    given = worker("w0", device="NVIDIA H100", active_blocks=active, use=None, tiers=None)
     health = {"status": "degraded", "gateway": gateway, "broker": "down", "workers": [{}]}
     metrics = f'mallee_output_tokens_total{{gateway="{gateway}"}} {tokens}'
-    return Sample.of(at, health, [worker], metrics)
+    return Sample.of(at, health, [msgspec.convert(given, Worker)], metrics)
 
 
 def test_speeds_are_of_the_time_between_two_looks() -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from mallee.cli.synth.analyze import tables
-from mallee.cli.synth.group import synth
+from mallee.cli.synth.group import group as synth
 from mallee.synth.analysis.analysis import analyze
 from mallee.synth.analysis.report import report_of
 from mallee.traces.read import read_workload

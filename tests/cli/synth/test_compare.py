@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from mallee.cli.synth.group import synth
+from mallee.cli.synth.group import group as synth
 from mallee.synth.compare import replays
 from mallee.synth.compare.report import ALL_GATES
 

@@ -12,7 +12,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from mallee.cli.synth.group import synth
+from mallee.cli.synth.group import group as synth
 from mallee.synth.core.prefix_tree import PrefixTree
 from mallee.traces.read import read_workload
 from mallee.traces.trace import trace_of

@@ -65,20 +65,20 @@ def test_each_branch_gets_its_tokens_in_order(turns: list[int | None]) -> None:
 
 async def test_a_reader_waits_for_the_next_or_for_the_end() -> None:
     queue = DeltaQueue()
-    reader = asyncio.create_task(queue.get())
+    reader = asyncio.create_task(anext(queue, None))
     await asyncio.sleep(0)
     queue.put(delta(0, 1), 0.0)
     assert await reader == delta(0, 1)
-    reader = asyncio.create_task(queue.get())
+    reader = asyncio.create_task(anext(queue, None))
     await asyncio.sleep(0)
     reader.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reader
     queue.put(delta(0, 2), 0.0)
     queue.end()
-    assert await queue.get() == delta(0, 2)
-    assert await queue.get() is None
-    assert await queue.get() is None
+    assert await anext(queue, None) == delta(0, 2)
+    assert await anext(queue, None) is None
+    assert await anext(queue, None) is None
 
 
 async def test_a_reader_that_reads_nothing_loses_its_answer_and_nothing_grows() -> None:
@@ -91,7 +91,7 @@ async def test_a_reader_that_reads_nothing_loses_its_answer_and_nothing_grows() 
     assert not queue.put(delta(2, 3), 5.1 + PATIENCE_S)
     assert queue.take() is None
     with pytest.raises(SlowReader, match="12 tokens"):
-        await queue.get()
+        await anext(queue, None)
     queue = DeltaQueue(limit=10, burst=100)  # what waits is bounded however soon it came
     assert queue.put(delta(0, *range(100)), 1.0)
     assert not queue.put(delta(1, 1), 1.0)

@@ -9,13 +9,12 @@ import pytest
 from mallee.gateway.requests.lives import BranchLife, RequestLife
 from mallee.gateway.requests.observers import Observer
 from mallee.gateway.requests.request import RunningRequest
-from mallee.gateway.requests.verdict import Comparison
 from mallee.protocol.errors import MalleeError, NoWorker
 from mallee.protocol.hashing import as_tokens
 from mallee.protocol.ids import RequestId
 from mallee.protocol.messages import Limits
 from mallee.router.dispatch.jobs import GenerateJob
-from mallee.router.dispatch.verdicts import Asked
+from mallee.router.dispatch.verdicts import Asked, Comparison
 
 
 class Log(Observer):

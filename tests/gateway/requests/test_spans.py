@@ -175,7 +175,7 @@ async def test_a_branch_that_moves_has_a_shard_on_each_worker() -> None:
     spans = Spans()
     async with traced_fleet(spans, workers=2) as fleet:
         stream = await fleet.gateways[0].requests.start(GenerateJob(PROMPT, Limits(400)))
-        await anext(stream)
+        await anext(aiter(stream))
         await lose(fleet, stream.worker)
         await drain(stream)
     first, second = spans.named("shard")
@@ -195,7 +195,7 @@ async def test_a_client_that_hangs_up_ends_all_its_spans() -> None:
     spans = Spans()
     async with traced_fleet(spans) as fleet:
         stream = await fleet.gateways[0].requests.start(GenerateJob(PROMPT, Limits(3000), n=2))
-        await anext(stream)
+        await anext(aiter(stream))
         await stream.aclose()
         await until(lambda: bool(spans.named("text_completion m")) and bool(spans.named("engine")))
     for branch in spans.named("branch"):

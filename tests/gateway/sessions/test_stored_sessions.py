@@ -1,6 +1,8 @@
 """Sessions of several gateways over one store, which is away at times, against a plain model of them."""
 
 import asyncio
+import gc
+import time
 from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -11,12 +13,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from mallee.gateway.store.store import StoreAway
+from mallee.gateway.sessions import stored
+from mallee.gateway.sessions.copies import SessionLimits
+from mallee.gateway.store.store import OtherLayout, StoreAway
 from mallee.protocol.errors import InvalidParameter, NotFound
 from mallee.protocol.gateways.session_notes import NodeNote
-from mallee.testing.bus import LocalHub
+from mallee.runtime.bus.buckets import StoreFull
+from mallee.testing.bus import LocalBuckets, LocalBus, LocalHub
 from support.session_gateways import SCOPE, SessionGateway
 from support.virtual.loop import VirtualLoop
+from support.waiting import elapse
 
 ALL = ("s", "t", "u")
 NAMES = st.sampled_from(ALL)
@@ -326,3 +332,170 @@ class Sessions(RuleBasedStateMachine):
 
 Sessions.TestCase.settings = settings(stateful_step_count=25)
 TestSessions = Sessions.TestCase
+
+
+# What many cost
+
+NUM_SESSIONS, NUM_CAPSULES = 700, 8
+MAX_CALLBACK_S = 0.005
+MAX_BURST = 1 << 20
+
+
+async def made(hub: LocalHub, n: int, clock: Any = lambda: 1000.0) -> list[SessionGateway]:
+    names = [f"g{i}" for i in range(n)]
+    gateways = [
+        SessionGateway(name, hub, clock, others=lambda own=name: {*names} - {own}) for name in names
+    ]
+    for gateway in gateways:
+        await gateway.start_up()
+    return gateways
+
+
+async def test_a_broker_that_comes_back_is_no_burst(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sessions that all gateways have, and a node of each that waited: what was told, at once and in all."""
+    gateways = await made(LocalHub(), 3)
+    hub, longest, sizes = gateways[0].bus._hub, [0.0], [0]
+    for i in range(NUM_SESSIONS):
+        gateways[i % 3].begin(f"r{i}", f"s{i}")
+        for j in range(NUM_CAPSULES):
+            gateways[i % 3].leave(f"r{i}", j)
+        if i % 100 == 0:
+            await elapse(0.01)
+    for gateway in gateways:
+        await gateway.quiet()
+
+    def counted(kind: Any, name: str, raw_at: int) -> None:
+        real = getattr(kind, name)
+
+        def call(self: Any, *given: Any) -> Any:
+            sizes[0] += len(given[raw_at])
+            return real(self, *given)
+
+        monkeypatch.setattr(kind, name, call)
+
+    def run(handle: asyncio.Handle) -> None:
+        begun = time.thread_time()
+        real_run(handle)
+        longest[0] = max(longest[0], time.thread_time() - begun)
+
+    real_run = asyncio.Handle._run
+    counted(LocalBus, "publish", 1)
+    counted(LocalBus, "request", 1)
+    counted(LocalBuckets, "put", 2)
+    hub.set_up(False)
+    for i in range(NUM_SESSIONS):
+        gateways[i % 3].leave(f"r{i}", NUM_CAPSULES)
+    await elapse(1)
+    monkeypatch.setattr(asyncio.Handle, "_run", run)
+    gc.disable()
+    try:
+        sizes[0] = 0
+        hub.set_up(True)
+        for gateway in gateways:
+            await gateway.quiet()
+    finally:
+        gc.enable()
+    assert 0 < sizes[0] < MAX_BURST / 4, "of those nodes alone"
+    assert longest[0] < MAX_CALLBACK_S
+    shown = await gateways[0].sessions.show("s1", SCOPE)
+    assert len(shown.nodes) == NUM_CAPSULES + 1
+    for gateway in gateways:
+        await gateway.close()
+
+
+async def test_requests_of_a_session_that_one_gateway_uses_put_its_nodes_alone() -> None:
+    """And every few seconds that it is used; one without a session puts nothing."""
+    now = [1000.0]
+    (gateway,) = await made(LocalHub(), 1, lambda: now[0])
+    kept = gateway.bus._hub.kept
+    gateway.ask("r0", "s")
+    await gateway.quiet()
+    assert kept.revision == 2
+    for i in range(1, 5):
+        gateway.ask(f"r{i}", "s")
+        await gateway.quiet()
+    assert kept.revision == 6
+    now[0] += 10
+    gateway.ask("r5", "s")
+    await gateway.quiet()
+    assert kept.revision == 8
+    await gateway.close()
+
+
+async def test_a_session_in_use_is_stored_anew_before_its_nodes_go() -> None:
+    now = [1000.0]
+    limits = SessionLimits(ttl_s=100.0)
+    gateway = SessionGateway("g", LocalHub(), lambda: now[0], limits=limits)
+    await gateway.start_up()
+    kept = gateway.bus._hub.kept
+    for i in range(4):
+        gateway.ask(f"r{i}", "s", "above")
+    await gateway.quiet()
+    before = kept.revision
+    now[0] += 26
+    gateway.ask("r4", "s")
+    await gateway.quiet()
+    assert all(stored.revision > before for stored in kept.buckets["mallee_f_sessions"].values())
+    await gateway.close()
+
+
+async def test_what_a_gateway_forgets_for_want_of_room_goes_unless_others_use_it() -> None:
+    hub, names = LocalHub(), ["g0", "g1"]
+    limits = SessionLimits(max_nodes=8)
+    one, two = (
+        SessionGateway(
+            name, hub, lambda: 1000.0, others=lambda own=name: {*names} - {own}, limits=limits
+        )
+        for name in names
+    )
+    for gateway in (one, two):
+        await gateway.start_up()
+    for request, gateway in (("r0", one), ("r1", two)):
+        gateway.ask(request, "both")
+        await gateway.quiet()
+    for i in range(6):
+        one.ask(f"o{i}", f"s{i}")
+        await one.quiet()
+    listed = [view.name for view in await two.sessions.page(SCOPE, "", 99)]
+    assert listed == ["both", "s2", "s3", "s4", "s5"]
+    assert len((await two.sessions.show("both", SCOPE)).nodes) == 2
+    for gateway in (one, two):
+        await gateway.close()
+
+
+async def test_a_full_store_ends_no_request_and_is_told_once_it_takes_more() -> None:
+    one, two = await made(LocalHub(), 2)
+    kept = one.bus._hub.kept
+    kept.is_full = True
+    one.begin("r0", "s")
+    await elapse(5)
+    with pytest.raises(StoreFull):
+        await one.sessions.give("t", SCOPE, "budget", parent="", tenant="")
+    kept.is_full = False
+    one.leave("r0")
+    one.end("r0")
+    await one.quiet()
+    assert [node.capsule for node in (await two.sessions.show("s", SCOPE)).nodes] == ["r0.0"]
+    for gateway in (one, two):
+        await gateway.close()
+
+
+async def test_a_session_of_another_layout_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hub = LocalHub()
+    (old,) = await made(hub, 1)
+    old.ask("r0", "s")
+    await old.quiet()
+    monkeypatch.setattr(stored, "LAYOUT", 2)
+    new = SessionGateway("new", hub, lambda: 1000.0)
+    await new.start_up()
+    with pytest.raises(OtherLayout, match="'mallee_f_sessions' with layout 1"):
+        await new.sessions.show("s", SCOPE)
+    with pytest.raises(OtherLayout):
+        await new.sessions.budget("s", SCOPE)
+    new.ask("r1", "s")
+    await elapse(3)
+    assert len(new.sessions.trees.of(SCOPE)) == 1, "the request runs"
+    for gateway in (old, new):
+        await gateway.close()

@@ -14,6 +14,7 @@ from mallee.gateway.store.store import (
     OtherLayout,
     Store,
     StoreAway,
+    StoreTerms,
 )
 from mallee.protocol.ids import COMMON, Scope
 from mallee.testing.bus import LocalBus, LocalHub
@@ -31,7 +32,7 @@ async def stores(hub: LocalHub, n: int = 2) -> AsyncIterator[list[Store]]:
     buses = [LocalBus(hub) for _ in range(n)]
     for bus in buses:
         await bus.connect()
-    made = [Store(bus, "f") for bus in buses]
+    made = [Store(bus, StoreTerms("f")) for bus in buses]
     try:
         yield made
     finally:
@@ -41,7 +42,7 @@ async def stores(hub: LocalHub, n: int = 2) -> AsyncIterator[list[Store]]:
 
 
 def notes(store: Store, version: int = 1) -> Bucket[Note]:
-    return store.bucket("texts", Note, version=version, ttl_s=60.0, max_nbytes=1 << 20)
+    return store.bucket("texts", Note, version=version, ttl_s=60.0, max_nbytes=256 << 20)
 
 
 async def test_a_value_is_the_same_at_every_gateway_and_in_its_scope_alone() -> None:

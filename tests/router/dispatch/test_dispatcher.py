@@ -22,7 +22,7 @@ from mallee.protocol.messages import Frame, Limits, Prefill, Sampling
 from mallee.router.dispatch.effects import NotInjected
 from mallee.router.dispatch.inboxes import Injection
 from mallee.router.dispatch.jobs import ForkJob, GenerateJob, PrefillJob, QueueTerms
-from mallee.router.dispatch.promises import MAX_BROKEN, BrokenPromises, Promise
+from mallee.router.dispatch.recovery.pending import MAX_BROKEN, BrokenPromises, Promise
 from mallee.router.dispatch.recovery.quarantine import QUIET_S
 from mallee.router.router import TAKEOVER_S
 from support.model_fleet import Asked, ModelFleet, ModelWorker, Rules

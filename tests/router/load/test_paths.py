@@ -160,7 +160,7 @@ def test_beliefs_equal_a_list_of_prompts(
         else:
             predictions.work()
         predictions.check()
-        assert bool(predictions) == any(truth)
+        assert bool(predictions.busy) == any(truth)
         assert predictions.num_prompts == sum(map(len, truth))
         counts = np.empty(3, dtype=np.int32)
         predictions.match_into(waypoints_of(chained(root, 16), stride), 16, counts)

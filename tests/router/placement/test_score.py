@@ -1,7 +1,7 @@
 """The price of every worker and the choice, against the formulas in plain Python; the ring of decisions."""
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from mallee.protocol.hashing import NO_HASHES
 from mallee.protocol.ids import RequestId, WorkerId
 from mallee.router.config import CostModel, Policy, RouterConfig, SpillModel
 from mallee.router.load import layout
-from mallee.router.placement.decisions import Decision, DecisionLog, Entry
+from mallee.router.placement.decisions import Decision, Entry, last
 from mallee.router.placement.fanout_pricing import Prices, Share
 from mallee.router.placement.kernels import score
 from mallee.router.placement.pricing import (
@@ -438,26 +438,26 @@ def terms(seed: float) -> np.ndarray:
     return made
 
 
-def entry(name: str, seed: float) -> Entry:
+def entry(number: int, name: str, seed: float) -> Entry:
     demand = Demand(100, 6, 1, 7, 2, 10)
-    return Entry(RequestId(name), 2, "cost", seed, demand, terms(seed), NAMES, None)
+    return Entry(number, RequestId(name), 2, "cost", seed, demand, terms(seed), NAMES, None)
 
 
 @given(st.integers(1, 5), st.lists(st.integers(0, 4), max_size=30))
 def test_the_last_decisions_are_kept_with_their_own_prices(size: int, stream: list[int]) -> None:
     """X11"""
-    log = DecisionLog(size)
+    log: deque[Entry] = deque(maxlen=size)
     truth: list[tuple[int, str, float]] = []
     for at, number in enumerate(stream):
         name = f"r{number}"
-        assert log.add(entry(name, float(at))) == len(truth)
+        log.append(entry(at, name, float(at)))
         truth.append((len(truth), name, float(at)))
         kept = truth[-size:][::-1]
-        assert [key(d) for d in log.last(100)] == kept
-        assert [key(d) for d in log.last(2)] == kept[:2]
-        assert log.last(0) == log.last(-1) == []
+        assert [key(d) for d in last(log, 100)] == kept
+        assert [key(d) for d in last(log, 2)] == kept[:2]
+        assert last(log, 0) == last(log, -1) == []
         for name in ("r0", "r1", "never"):
-            found = log.last(100, of=RequestId(name))
+            found = last(log, 100, of=RequestId(name))
             assert [key(d) for d in found] == [each for each in kept if each[1] == name]
 
 
@@ -468,13 +468,12 @@ def key(decision: Decision) -> tuple[int, str, float]:
 
 def test_a_decision_shows_every_candidate_cheapest_first() -> None:
     """X11: names as they were then; workers where it could not go are dearest of all."""
-    log = DecisionLog(4)
     spill = Share(2, 2, "migrate", Prices(3.0, 1.0, 2.0))
-    made = entry("r", 7.0)
+    made = entry(9, "r", 7.0)
     made.terms[score.TERM_TOTAL, 0] = np.inf
-    number = log.add(made._replace(reason="fan_out", at=5.5, share=spill))
-    (decision,) = log.last(1, of=RequestId("r"))
-    assert decision[:8] == (number, 5.5, "r", "c", "fan_out", 100, 6, 2)
+    made = made._replace(reason="fan_out", at=5.5, share=spill)
+    (decision,) = last([made], 1, of=RequestId("r"))
+    assert decision[:8] == (9, 5.5, "r", "c", "fan_out", 100, 6, 2)
     assert decision.spill == spill
     assert [each.worker for each in decision.candidates] == ["c", "a"]
     assert [each.total for each in decision.candidates] == [8.0, math.inf]

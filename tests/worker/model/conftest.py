@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from mallee.cli.doctor.compare import load_oracle
 from mallee.protocol.errors import ModelNotFound
 from mallee.testing.random_model import RandomModel, tensors_digest
 from mallee.worker.forward import ForwardBatch, Row
 from mallee.worker.kv.node import BlockCopy
 from mallee.worker.kv.sides.states import NO_STATE
 from mallee.worker.model.loading.source import resolve_model
+from mallee.worker.model.parity.compare import load_oracle
 from mallee.worker.model.runner import TorchForward
 from support.grammar_lab import Lab
 from support.torch_threads import torch_threads

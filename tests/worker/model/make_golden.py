@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from mallee.cli.doctor.compare import load_oracle
 from mallee.testing.random_model import random_model, tensors_digest
 from mallee.worker.model.loading.source import resolve_model
+from mallee.worker.model.parity.compare import load_oracle
 
 TARGET = Path(__file__).with_name("golden_smollm2.json")
 TINY_TARGET = Path(__file__).with_name("golden_tiny.json")

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from mallee.cli.doctor.tolerance import TOLERANCES
 from mallee.testing.random_model import random_model
 from mallee.worker.model.attention.torch import TorchAttention
 from mallee.worker.model.backend import choose_backend
 from mallee.worker.model.cpu.attention import TiledAttention
 from mallee.worker.model.cpu.ops import FusedOps
 from mallee.worker.model.ops import Ops
+from mallee.worker.model.parity.tolerance import TOLERANCES
 from support.forward_schedule import run_schedule
 
 FAMILIES = ("llama", "qwen3", "gemma3_text")

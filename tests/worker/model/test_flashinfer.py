@@ -17,7 +17,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mallee.cli.doctor.tolerance import TOLERANCES
 from mallee.protocol.errors import ConfigError
 from mallee.testing.attention import attend_plain
 from mallee.testing.quantized import with_kv_scales
@@ -32,6 +31,7 @@ from mallee.worker.model.attention.flashinfer import (
 )
 from mallee.worker.model.attention.torch import TorchAttention
 from mallee.worker.model.backend import choose_backend
+from mallee.worker.model.parity.tolerance import TOLERANCES
 from mallee.worker.model.plan import make_plan
 from support import flashinfer_emulator
 from support.attention_rows import batches, forked, make_row

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from mallee.cli.doctor.compare import Difference, examine, load_oracle
-from mallee.cli.doctor.tolerance import TOLERANCES
 from mallee.testing.random_model import RandomModel, random_model
 from mallee.worker.model import runner
 from mallee.worker.model.config import FAMILIES
+from mallee.worker.model.parity.compare import Difference, examine, load_oracle
+from mallee.worker.model.parity.tolerance import TOLERANCES
 from mallee.worker.model.runner import load
 from support.examples import examples
 
@@ -273,7 +273,7 @@ def test_a_right_model_agrees_at_every_site(
     ]
     sites = [(report.site, report.layer) for report in found.sites]
     assert sites == [("embed", None), *inside, ("norm", None), ("logits", None)]
-    assert all(0 <= r.mean_error <= r.max_error and r.excess < 1 for r in found.sites)
+    assert all(0 <= r.mean_error <= r.max_error and r.of_tolerance < 1 for r in found.sites)
     assert forward.decoder.tap is None
 
 

@@ -10,7 +10,6 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from mallee.cli.doctor.compare import examine, load_oracle
 from mallee.protocol.errors import WeightsMismatch
 from mallee.testing.quantized import FORMS, Form, quantization_config, quantized_model
 from mallee.testing.random_model import RandomModel, random_model
@@ -23,6 +22,7 @@ from mallee.worker.model.linear.scheme import BLOCK
 from mallee.worker.model.loading.config_json import parse_config
 from mallee.worker.model.loading.stored import expected_tensors
 from mallee.worker.model.loading.weights import ModelWeights, fuse_weights, load_weights
+from mallee.worker.model.parity.compare import examine, load_oracle
 from mallee.worker.model.runner import TorchForward, load, work_of
 
 PROMPT = [int(t) for t in np.random.default_rng(1).integers(0, 128, 40)]

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from mallee.cli.doctor.compare import examine, load_oracle
 from mallee.protocol.messages import Sampling
 from mallee.worker.forward import Draw, ForwardBatch, Row
 from mallee.worker.model.loading.source import resolve_model
+from mallee.worker.model.parity.compare import examine, load_oracle
 from mallee.worker.model.runner import TorchForward, load
 
 pytestmark = [pytest.mark.process, pytest.mark.model]  # minutes of computing

@@ -11,7 +11,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from mallee.cli.doctor.compare import examine, load_oracle
 from mallee.protocol.errors import ModelNotFound, WeightsMismatch
 from mallee.testing.random_model import RandomModel, random_model
 from mallee.worker.model import runner
@@ -21,6 +20,7 @@ from mallee.worker.model.loading import source
 from mallee.worker.model.loading.source import default_cache_dir, resolve_model
 from mallee.worker.model.loading.stored import expected_shapes
 from mallee.worker.model.loading.weights import ModelWeights, fuse_weights, load_weights
+from mallee.worker.model.parity.compare import examine, load_oracle
 
 PLAIN: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 

@@ -12,7 +12,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule, run_state_machine_as_test
 
-from mallee.cli.doctor.tolerance import TOLERANCES
 from mallee.mocker.passes import mock_spec
 from mallee.protocol import model
 from mallee.protocol.errors import DeviceMemoryExhausted
@@ -34,6 +33,7 @@ from mallee.testing.structures import MockStructures
 from mallee.worker.engine import Engine
 from mallee.worker.forward import Forward, ForwardBatch
 from mallee.worker.kv.watch import KVChecks
+from mallee.worker.model.parity.tolerance import TOLERANCES
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.branch import Branch
 from mallee.worker.sched.policy import SchedulerConfig

@@ -11,7 +11,7 @@ from textual.pilot import Pilot
 from mallee.cli.remote.screen.app import Top
 from mallee.cli.remote.screen.asking import LiveService
 from support.screens import has, shown
-from support.scripted_service import Answer, ScriptedService, error
+from support.scripted_service import Answer, ScriptedService, error, worker
 from support.waiting import elapse
 
 REQUEST = "req_561337a4bdf3028b7bc6fb1dd9fe41570f5e8b57"
@@ -20,34 +20,6 @@ mallee_requests_waiting{gateway="g0"} 2.0
 mallee_capsules{gateway="g0"} 7.0
 mallee_output_tokens_total{gateway="g0"} 900.0
 """
-
-
-def worker(name: str, **more: Any) -> dict[str, Any]:
-    moved = {"offload": 5, "park": 1, "spill": 2, "fetch_host": 3, "fetch_disk": 0, "fetch_peer": 1}
-    tiers = {
-        **{"block_nbytes": 4096, "blocks": {"host": 20, "disk": 7}, "held_blocks": 0},
-        **{"moved_blocks": moved, "dropped_blocks": 4, "declined_blocks": 0, "failed_moves": 0},
-    }
-    live, cached, found, computed = (40, 12, 300, 100) if name == "w0" else (90, 3, 0, 400)
-    use = {
-        **{"running_branches": 3, "waiting_branches": 1, "live_blocks": live},
-        **{"cached_blocks": cached, "cached_tokens": found, "prefill_tokens": computed},
-        **{"evicted_blocks": 0, "preemptions": 0, "capsules": 2},
-    }
-    return {
-        **{"worker": name, "state": "ready", "active_blocks": 30, "num_blocks": 100, "rows": 3},
-        **{"waiting": 1, "prefill_tokens": 5, "indexed_blocks": 9, "lease_age_s": 0.5},
-        **{"weight_version": "base", "device": "", "use": use, "tiers": tiers},
-        **{
-            "object": "worker",
-            "incarnation": "1",
-            "address": "",
-            "is_whole": True,
-            "is_new": False,
-        },
-        **{"lends_at": "", "metrics_at": "", "weight_change": None},
-        **more,
-    }
 
 
 HEALTH = {"status": "ok", "gateway": "g0", "broker": "up", "workers": [{}, {}]}

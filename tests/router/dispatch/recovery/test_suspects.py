@@ -2,23 +2,23 @@
 
 import pytest
 
-from mallee.protocol.ids import WorkerId
-from mallee.router.dispatch.recovery.liveness import Liveness
+from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.router.dispatch.recovery.suspects import Suspects
 
 W = WorkerId("w0")
 
 
-def busy(patience_s: float = 3.0, pause_s: float = 0.1) -> Liveness:
+def busy(patience_s: float = 3.0, pause_s: float = 0.1) -> Suspects:
     """One busy worker, whose steps took `pause_s` so far; it is 100 o'clock."""
-    liveness = Liveness(patience_s)
-    liveness.watch(W, 100.0 - 2 * pause_s)
-    liveness.heard(W, 7, 100.0 - pause_s, has_updates=True)
-    liveness.heard(W, 8, 100.0, has_updates=True)
-    return liveness
+    suspects = Suspects(patience_s)
+    suspects.watch(W, 100.0 - 2 * pause_s)
+    suspects.heard(W, 7, 100.0 - pause_s, has_updates=True)
+    suspects.heard(W, 8, 100.0, has_updates=True)
+    return suspects
 
 
 def look(
-    liveness: Liveness,
+    suspects: Suspects,
     end: float,
     *,
     begin: float = 100.0,
@@ -32,10 +32,10 @@ def look(
     now, found = begin, None
     while now <= end:
         if step is not None:
-            liveness.heard(W, step, now, has_updates=False)
-        if liveness.stalled(now, {W} if is_tried else ()):
+            suspects.heard(W, step, now, has_updates=False)
+        if suspects.stalled(now, {W} if is_tried else ()):
             assert found is None, "it was told twice"
-            liveness.suspect(W)
+            suspects.add(W, Incarnation(1))
             found = now
         now += 0.5
     return found
@@ -59,42 +59,42 @@ def test_a_worker_without_progress_is_found_once(
 
 @pytest.mark.parametrize("has_updates", [True, False])
 def test_steps_are_progress_with_and_without_updates(has_updates: bool) -> None:
-    liveness = busy()
+    suspects = busy()
     for second in range(1, 60):
-        liveness.heard(W, 8 + second, 100.0 + second, has_updates=has_updates)
-        assert not liveness.stalled(100.0 + second)
+        suspects.heard(W, 8 + second, 100.0 + second, has_updates=has_updates)
+        assert not suspects.stalled(100.0 + second)
 
 
 def test_a_worker_that_was_suspected_wrongly_may_take_half_as_long_again() -> None:
-    liveness = busy()
-    assert look(liveness, 130.0) == 103.5
-    liveness.heard(W, 9, 130.0, has_updates=False)
-    assert look(liveness, 200.0, begin=130.5, step=9) == 175.5
+    suspects = busy()
+    assert look(suspects, 130.0) == 103.5
+    suspects.heard(W, 9, 130.0, has_updates=False)
+    assert look(suspects, 200.0, begin=130.5, step=9) == 175.5
 
 
 @pytest.mark.parametrize("step", [5, None])
 def test_a_worker_of_which_no_step_or_nothing_is_known_has_more_time(step: int | None) -> None:
     """It had done five before, or it may be being connected."""
-    liveness = Liveness(3.0)
-    liveness.watch(W, 100.0)
-    assert look(liveness, 140.0, step=step) == 130.5
+    suspects = Suspects(3.0)
+    suspects.watch(W, 100.0)
+    assert look(suspects, 140.0, step=step) == 130.5
 
 
 def test_a_late_look_proves_nothing() -> None:
     """The gateway was held up itself: what the worker said meanwhile is yet to be read."""
-    liveness = busy()
-    assert look(liveness, 101.0) is None
-    assert not liveness.stalled(106.0)
-    liveness.heard(W, 9, 106.1, has_updates=True)
-    assert look(liveness, 109.0, begin=106.5, step=9) is None
+    suspects = busy()
+    assert look(suspects, 101.0) is None
+    assert not suspects.stalled(106.0)
+    suspects.heard(W, 9, 106.1, has_updates=True)
+    assert look(suspects, 109.0, begin=106.5, step=9) is None
 
 
 def test_an_idle_worker_is_never_suspect_and_a_new_life_is_not_judged_by_the_last() -> None:
-    liveness = busy(pause_s=5.0)
-    liveness.unwatch(W)
-    assert liveness.next_time() is None
-    assert look(liveness, 1000.0) is None
-    liveness.forget(W)
-    liveness.watch(W, 1000.0)
-    liveness.heard(W, 1, 1000.1, has_updates=True)
-    assert look(liveness, 1010.0, begin=1000.5, step=1) == 1003.5
+    suspects = busy(pause_s=5.0)
+    suspects.unwatch(W)
+    assert suspects.next_time() is None
+    assert look(suspects, 1000.0) is None
+    suspects.forget(W)
+    suspects.watch(W, 1000.0)
+    suspects.heard(W, 1, 1000.1, has_updates=True)
+    assert look(suspects, 1010.0, begin=1000.5, step=1) == 1003.5

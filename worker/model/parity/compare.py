@@ -1,7 +1,7 @@
 """Compares our forward pass with transformers', site by site: where do they part first?
 
 One sequence, as a server computes it: the prompt in two chunks, then greedy steps over the cache. The
-oracle runs over the whole sequence at once, without a cache. Doesn't print (`model.py`).
+oracle runs over the whole sequence at once, without a cache.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,11 +12,11 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from mallee.cli.doctor.tolerance import TOLERANCES, Tolerance
 from mallee.protocol.errors import ConfigError
 from mallee.worker.forward import ForwardBatch, Row
 from mallee.worker.kv.sides.states import NO_STATE
 from mallee.worker.model.decoder import Site
+from mallee.worker.model.parity.tolerance import TOLERANCES, Tolerance
 from mallee.worker.model.runner import TorchForward
 
 _AT_OUTPUTS: tuple[Site, ...] = ("norm", "logits")
@@ -27,13 +27,13 @@ Values: TypeAlias = dict[Place, torch.Tensor]
 
 
 class SiteReport(NamedTuple):
-    """All positions at one site. `excess` is the largest share of the tolerance that was used."""
+    """All positions at one site. `of_tolerance` is the largest share of the tolerance that was used."""
 
     site: Site
     layer: int | None
     max_error: float
     mean_error: float
-    excess: float
+    of_tolerance: float
 
 
 class Difference(NamedTuple):
@@ -149,9 +149,9 @@ def _compare(
     errors = (found - expected).abs().nan_to_num(nan=torch.inf)
     worst = errors.amax(1)
     allowed = expected.abs().amax(1).clamp(min=1.0) * share
-    excess = worst / allowed
-    report = SiteReport(site, layer, float(worst.max()), float(errors.mean()), float(excess.max()))
-    bad = (excess > 1).nonzero()
+    used = worst / allowed
+    report = SiteReport(site, layer, float(worst.max()), float(errors.mean()), float(used.max()))
+    bad = (used > 1).nonzero()
     if not len(bad):
         return report, None
     row = int(bad[0])

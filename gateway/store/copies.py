@@ -1,0 +1,100 @@
+"""Buckets of whose values this gateway keeps copies."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Final, Generic, NamedTuple, TypeVar
+
+from mallee.gateway.store.store import Bucket, Entry, StoreAway
+from mallee.protocol.errors import Unavailable
+from mallee.protocol.ids import Scope
+
+T = TypeVar("T")
+
+MAX_TRIES: Final = 16  # of a change, beside those of others
+
+
+class Contended(Unavailable):
+    """Others change a value all the time."""
+
+    code = "changed_meanwhile"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"{name} was changed {MAX_TRIES} times by others meanwhile; retry in 1 s",
+            retry_after_s=1.0,
+        )
+
+
+class _Copy(NamedTuple, Generic[T]):
+    entry: Entry[T]
+    nbytes: int
+
+
+class CopiedBucket(Generic[T]):
+    """A bucket, and copies of the values that were used here last, of at most `max_nbytes`.
+
+    A copy saves decoding while the store is up, and is what is read while it is away.
+    """
+
+    def __init__(self, bucket: Bucket[T], max_nbytes: int) -> None:
+        self.bucket: Final = bucket
+        self._max_nbytes = max_nbytes
+        self._copies: OrderedDict[tuple[Scope, str], _Copy[T]] = OrderedDict()
+        self._nbytes = 0
+
+    async def get(self, scope: Scope, name: str) -> Entry[T] | None:
+        """The value as it is now. Raises as `Bucket.get`, but for a copy."""
+        copy = self._copies.get((scope, name))
+        known = None if copy is None else copy.entry
+        try:
+            entry = await self.bucket.get(scope, name, known)
+        except StoreAway:
+            if known is None:
+                raise
+            return known
+        self._keep(scope, name, entry)
+        return entry
+
+    async def put(self, scope: Scope, name: str, value: T, *, at: int | None = None) -> int | None:
+        """As `Bucket.put`."""
+        revision = await self.bucket.put(scope, name, value, at=at)
+        if revision is not None:
+            self._keep(scope, name, Entry(value, revision))
+        return revision
+
+    async def change(self, scope: Scope, name: str, change: Callable[[T], T]) -> T | None:
+        """The value after `change`, which is called again where others were faster. None: there is none.
+
+        Raises Contended, StoreFull, and as `Bucket.put`.
+        """
+        for _ in range(MAX_TRIES):
+            entry = await self.get(scope, name)
+            if entry is None:
+                return None
+            value = change(entry.value)
+            if await self.put(scope, name, value, at=entry.revision) is not None:
+                return value
+        raise Contended(name)
+
+    async def delete(self, scope: Scope, name: str) -> None:
+        """As `Bucket.delete`."""
+        await self.bucket.delete(scope, name)
+        self._keep(scope, name, None)
+
+    def _keep(self, scope: Scope, name: str, entry: Entry[T] | None) -> None:
+        """Copy `entry`; None: it is gone."""
+        copy = self._copies.pop((scope, name), None)
+        if copy is not None and copy.entry is entry:
+            self._copies[scope, name] = copy  # now the last used
+            return
+        if copy is not None:
+            self._nbytes -= copy.nbytes
+        if entry is None:
+            return
+        copy = _Copy(entry, self.bucket.nbytes(entry.value))
+        if copy.nbytes > self._max_nbytes:
+            return
+        self._copies[scope, name] = copy
+        self._nbytes += copy.nbytes
+        while self._nbytes > self._max_nbytes:
+            self._nbytes -= self._copies.popitem(last=False)[1].nbytes

@@ -1,0 +1,48 @@
+"""Questions from gateway to gateway, and how one knows that another is gone."""
+
+from collections.abc import Collection
+
+import pytest
+
+from mallee.gateway.peers import SETTLE_S, Peers
+from mallee.testing.bus import LocalBus, LocalHub
+from support.plain_ids import SCOPES
+
+
+async def test_a_gateway_is_gone_once_all_that_live_must_have_been_heard_of() -> None:
+    """Not just after this one has come, nor just after its broker was away."""
+    hub, now = LocalHub(), 0.0
+    bus = LocalBus(hub)
+    await bus.connect()
+    heard: list[str] = []
+    peers = Peers(
+        bus, gateway="g0", fleet="test", others=lambda: heard, ids=SCOPES, clock=lambda: now
+    )
+    await peers.start_up()
+    assert not peers.is_gone("g1")
+    now = SETTLE_S
+    assert peers.is_gone("g1")
+    assert not peers.is_gone("g0")
+    heard.append("g1")
+    assert not peers.is_gone("g1")
+    hub.set_up(False)
+    heard.clear()
+    now = 100.0
+    assert not peers.is_gone("g1")
+    hub.set_up(True)
+    assert not peers.is_gone("g1")
+    now += SETTLE_S
+    assert peers.is_gone("g1")
+    await bus.close()
+
+
+@pytest.mark.parametrize("others", [None, ()])
+async def test_one_that_is_alone_for_good_knows_at_once(others: Collection[str] | None) -> None:
+    bus = LocalBus(LocalHub())
+    await bus.connect()
+    peers = Peers(
+        bus, gateway="g0", fleet="test", others=lambda: others, ids=SCOPES, clock=lambda: 0.0
+    )
+    await peers.start_up()
+    assert peers.is_gone("g1") == (others is None)
+    await bus.close()
