@@ -1,4 +1,4 @@
-"""What other gateways do with a tenant's sessions, for those who watch a scope's sessions at this one."""
+"""A tenant's sessions at other gateways, for those who watch a scope's sessions at this one."""
 
 import asyncio
 from typing import Any, Final, NamedTuple

@@ -220,5 +220,5 @@ class SessionCopies:
 
 
 def _place(head: SessionHead) -> tuple[float, str]:
-    """What all that lies beside the head is put anew for."""
+    """All that lies beside a head is put anew when this changes."""
     return head.kept, head.parent

@@ -98,11 +98,11 @@ class StoredSessions:
     # Ends
 
     async def end(self, key: SessionKey, closed: float) -> None:
-        """What was created until then is over, for every gateway that looks."""
+        """Have all that was created until then be over, for every gateway that looks."""
         await self._ends.put(*key, SessionEnd(closed))
 
     async def ended(self, key: SessionKey) -> float:
-        """When the last session of that name was closed, if that is not long ago; else 0."""
+        """The time at which the last session of that name was closed, if that is not long ago; else 0."""
         entry = await self._ends.get(*key)
         return 0.0 if entry is None else entry.value.closed
 

@@ -72,7 +72,7 @@ class SessionTree:
         return self.budget or self.above
 
     def head(self, gateway: str, keep_s: float) -> SessionHead:
-        """What `gateway`, which uses it, has to store; its nodes are to be put anew after `keep_s`."""
+        """As `gateway`, which uses it, has to store it; its nodes are to be put anew after `keep_s`."""
         stored = None if self.entry is None else self.entry.value
         is_due = stored is None or self.used - stored.kept >= keep_s
         return SessionHead(

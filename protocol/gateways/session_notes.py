@@ -51,7 +51,7 @@ class SessionEnd(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EndedRequests(msgspec.Struct, frozen=True, array_like=True):
-    """What a gateway had of a session that was closed: requests that ran, and the session's own capsules."""
+    """The part of a closed session that a gateway had: requests that ran, and the session's own capsules."""
 
     num_cancelled: int
     capsules: tuple[str, ...]

@@ -219,7 +219,6 @@ class FakeService:
             belongs=SCOPES.belongs,
         )
         self.requests = self.operator = self
-        self.peers = SimpleNamespace(share=lambda kind, answer: None)
         self.sessions = SimpleNamespace(budget=self.no_budget)
         self.started = threading.Event()
         self.closed = threading.Event()  # every stream started so far

@@ -8,7 +8,7 @@ from typing import Any
 from mallee.gateway.peers import Peers
 from mallee.gateway.sessions.copies import SessionLimits
 from mallee.gateway.sessions.sessions import GatewaySessions
-from mallee.gateway.store.store import Store
+from mallee.gateway.store.store import Store, StoreTerms
 from mallee.protocol.errors import MalleeError
 from mallee.protocol.hashing import NO_HASHES, as_tokens
 from mallee.protocol.ids import CapsuleId, RequestId, Scope
@@ -32,8 +32,10 @@ class SessionGateway:
         self.running: set[RequestId] = set()
         self.released: list[CapsuleId] = []
         others = more.get("others", lambda: ())
-        self.store = Store(self.bus, "f")
-        self.peers = Peers(self.bus, gateway=name, fleet="f", others=others, ids=SCOPES)
+        self.store = Store(self.bus, StoreTerms("f"), clock=clock)
+        self.peers = Peers(
+            self.bus, gateway=name, fleet="f", others=others, ids=SCOPES, clock=clock
+        )
         process: Any = SimpleNamespace(
             gateway=name,
             bus=self.bus,

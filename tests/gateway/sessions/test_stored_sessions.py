@@ -46,7 +46,7 @@ class Running(NamedTuple):
 
 @dataclass
 class Cut:
-    """What gateway 1 knew when it was cut off, and has begun since."""
+    """The sessions that gateway 1 knew when it was cut off, and has begun since."""
 
     known: dict[str, Life]
     fresh: dict[str, tuple[float, Life]] = field(default_factory=dict)
