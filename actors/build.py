@@ -338,6 +338,7 @@ async def build_gateway(
         sessions=SessionLimits(config.sessions.max_nodes, config.sessions.ttl_s),
         store=StoreTerms(
             name=config.store.name or config.fleet,
+            max_nbytes=config.store.max_mib << 20,
             is_in_memory=config.store.storage == "memory",
             num_replicas=config.store.replicas,
         ),

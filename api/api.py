@@ -265,7 +265,13 @@ def build_api(
         model_name=model.name,
         clock=context.wall_clock,
         new_id=draws.new_id,
-        budgets=Budgets(context.wall_clock, gateway.records, lambda: f"{draws.seed():016x}"),
+        budgets=Budgets(
+            gateway.store,
+            gateway=context.gateway,
+            others=lambda: gateway.peers.others,
+            clock=context.wall_clock,
+            new_key=lambda: f"{draws.seed():016x}",
+        ),
         callbacks=Callbacks(
             timeout_s=limits.callback_timeout_s,
             tasks=gateway.tasks,

@@ -24,6 +24,7 @@ import tokenizers
 from bench.measure import machine
 from mallee.api.chat.reading import ChatReader
 from mallee.api.entry.bodies import Bodies
+from mallee.api.entry.decoding import read
 from mallee.api.jobs import JobMaker
 from mallee.api.prompts import PromptReader
 from mallee.api.responses.store import Left, State
@@ -116,7 +117,8 @@ class Gateway:
         self._bodies = Bodies()
 
     def plan(self, raw: bytes, previous: State | None) -> PlannedTurn:
-        body = self._bodies.parse(raw, ResponseRequest, "bench", 1 << 20)
+        given = self._bodies.decode(raw, ResponseRequest, "bench", 1 << 20)
+        body = read(given, ResponseRequest).body
         planned = self.turns.plan(body, COMMON, NO_TERMS, previous, has_capsule=True)
         planned.plan.jobs[0].command(RequestId("r"))
         return planned

@@ -23,7 +23,7 @@ from mallee.protocol.subjects import Subjects
 from mallee.runtime.bus.bus import Bus
 
 ASK_S: Final = 2.0  # for an answer
-SETTLE_S: Final = 1.5  # in which each gateway that lives is heard of: they say so every second
+SETTLE_S: Final = 4.0  # in which all that live are heard of, though they find the broker later
 MAX_ANSWER_NBYTES: Final = 768 << 10  # a broker takes 1 MiB at once by default
 
 Answer: TypeAlias = Callable[[str, Scope, bytes], Awaitable[bytes | None]]

@@ -394,10 +394,11 @@ class StoreSettings(Settings):
     in `~/.local/state`. It holds prompts and answers."""
     storage: Literal["file", "memory"] = "file"
     """`memory`: all of it ends with the broker."""
-    replicas: int = Field(default=1, ge=1, le=5)
-    """Servers of a broker's cluster that keep each value: 1, 3 or 5."""
+    replicas: Literal[1, 3, 5] = 1
+    """Servers of a broker's cluster that keep each value."""
     max_mib: AtLeastOne = 256
-    """Room of each kind at the broker, in MiB; beyond it the oldest go."""
+    """Room of each kind at the broker, in MiB, but of those with a setting of their own; beyond it
+    the oldest go."""
 
 
 class RecordingSettings(Settings):

@@ -1,41 +1,45 @@
-"""Accounts of budgets: what is reserved of one for another below it, and lent to other gateways.
+"""Accounts of budgets, as the gateways' store has them: a budget and all below it are one value.
 
 A budget bounds the tokens that are drawn, the branches that are opened, and the time since it was given. An
-account below another reserves its limit of that one's rest, as long as something runs on it, and what it did
-not spend goes back then.
+account below another reserves its limit of that one's rest, as long as something runs on it at any gateway,
+and what it did not spend goes back then.
 
-One gateway keeps an account. Another spends of it by a `Loan`: what it is lent is spent at the keeper from
-that moment on, so that all gateways together never spend more than there is, whatever becomes of them or of
-their messages. Messages say totals, so that one that is lost or comes twice changes nothing. Rejected: counts
-that are told afterwards (overspent by what all gateways draw until they hear of each other), and one call to
-the keeper a step (every step of every branch waits for it).
+Gateways spend what they have leased: a lease counts as used from then on, whatever becomes of its gateway,
+so that all together never spend more than there is. Leases say totals, so that a gateway that does not know
+whether a change of its own was made sees it from the value. Rejected: counts that are told afterwards
+(overspent by what all gateways draw until they hear of each other), one write a step (every step of every
+branch waits for it), and a value for each account (it and the one above can't be changed in one step).
 """
 
-import asyncio
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from typing import Final, Literal, NamedTuple, TypeAlias
+
+import msgspec
 
 from mallee.protocol.api.shared import BudgetFields
 from mallee.protocol.errors import InvalidParameter
-from mallee.protocol.gateways.loans import (
-    Amounts,
-    BudgetView,
-    Lent,
-    LoanAsk,
-    LoanReturn,
-    LoanTold,
-    ResourceView,
-)
-from mallee.protocol.ids import Scope
 
-MAX_HOLDERS: Final = 1024  # of one account: those of gateways that died stay
+MAX_ACCOUNTS: Final = 1024  # a budget, and those below it that are remembered
+MAX_DEPTH: Final = 64  # accounts above each other
+MAX_DEAD: Final = 16  # leases of gateways that are gone, which may come back
 LEAST_WISH: Final = 64  # tokens that a gateway takes ahead
 MOST_WISH: Final = 4096
 
 Resource: TypeAlias = Literal["tokens", "branches"]
 RESOURCES: Final[tuple[Resource, ...]] = ("tokens", "branches")
+
+
+class Place(NamedTuple):
+    """The key of an account, and one of the resources that it bounds."""
+
+    key: str
+    name: Resource
+
+
+IsAlive: TypeAlias = Callable[[str], bool]
+"""Whether the holder of a lease is there, as far as is known. A wrong answer overspends nothing."""
 
 
 class Budget(NamedTuple):
@@ -56,311 +60,266 @@ def read_budget(fields: BudgetFields | None, param: str = "mallee.budget") -> Bu
     return budget
 
 
-@dataclass(slots=True)
-class _Grant:
-    """The amounts that a holder was lent and has told to have used. Not `is_open`: all of it is used up."""
+class ResourceView(NamedTuple):
+    """`reserved`: by what runs, and may still return."""
 
-    lent: dict[Resource, int]
-    used: dict[Resource, int]
-    is_open: bool
+    limit: float
+    used: float
+    reserved: float
+    left: float
 
 
-class Account:
-    """One budget. `reserved` is what it may spend: all of its limit, but not what its parent lacks.
+class BudgetView(NamedTuple):
+    """A budget as it stands; None: it doesn't bound that."""
 
-    What is reserved below it, or lent, counts as used until it returns. Whoever changes what others have
-    of it holds `turn`.
+    tokens: ResourceView | None
+    branches: ResourceView | None
+    wall_s: ResourceView | None
+
+
+class Lease(msgspec.Struct, array_like=True):
+    """All that a gateway has taken so far, and the part that it has spent, as far as it has told."""
+
+    taken: int
+    used: int
+
+
+class Count(msgspec.Struct, array_like=True):
+    """A resource of an account. What is leased or reserved below counts as used until it returns.
+
+    `reserved` of the count above: all of the limit, as far as it was there, while something runs here, else
+    as much as is used. No `limit`: it was taken away, and the count goes once nothing runs here.
     """
 
-    __slots__ = (
-        *("_children", "_grants", "_limit", "_num_open", "_own_due", "_reserved"),
-        *("_used", "_wall_s", "key", "parent", "turn"),
-    )
-
-    def __init__(self, key: str, budget: Budget, parent: "Account | None", now: float) -> None:
-        self.key = key
-        self.turn = asyncio.Lock()
-        self.parent = parent
-        self._limit: dict[Resource, int] = {}
-        self._used: dict[Resource, int] = {}
-        self._reserved: dict[Resource, int] = {}
-        self._num_open = 0  # requests that run on it, accounts that reserve of it, holders
-        self._children: dict[Account, None] = {}  # that are open
-        self._grants: dict[str, _Grant] = {}
-        self._wall_s: float | None = None
-        self._own_due = math.inf
-        self.change(budget, now)
+    limit: int | None
+    used: int = 0
+    reserved: int = 0
+    leases: dict[str, Lease] = msgspec.field(default_factory=dict)
 
     @property
-    def keys(self) -> tuple[str, ...]:
-        """Its own, and those of the accounts above, the nearest first."""
-        return (self.key,) if self.parent is None else (self.key, *self.parent.keys)
+    def left(self) -> float:
+        return math.inf if self.limit is None else max(0, self.limit - self.used)
 
-    @property
-    def due(self) -> float:
-        """The end of its time, in seconds on the clock."""
-        return self._own_due if self.parent is None else min(self._own_due, self.parent.due)
 
-    @property
-    def is_idle(self) -> bool:
-        return not self._num_open
+class Account(msgspec.Struct, array_like=True):
+    """One budget; `above` is the key of the next one, "" if there is none."""
 
-    def rest(self, resource: Resource) -> float:
-        """The amount that may still be spent, while it is open."""
-        if resource in self._limit:
-            return self._reserved[resource] - self._used[resource]
-        return math.inf if self.parent is None else self.parent.rest(resource)
+    above: str
+    counts: dict[Resource, Count] = msgspec.field(default_factory=dict)
+    wall_s: float | None = None
+    due: float = math.inf
 
-    def open(self) -> None:
-        """Reserve what is left of it, as far as its parent has it."""
-        self._num_open += 1
-        if self._num_open > 1:
-            return
-        if self.parent is not None:
-            self.parent.open()
-            self.parent._children[self] = None
-        for name in self._limit:
-            self._reserve(name)
 
-    def close(self) -> None:
-        """Give back what was not spent, once nothing runs on it any more."""
-        self._num_open -= 1
-        assert self._num_open >= 0, "an account is closed as often as it was opened"
-        if self._num_open:
-            return
-        for name in self._limit:
-            self._give_back(name)
-        if self.parent is not None:
-            del self.parent._children[self]
-            self.parent.close()
+class BudgetTree(msgspec.Struct, array_like=True):
+    """A budget and those below it, by key, each after the one above it."""
 
-    def spend(self, resource: Resource, amount: int) -> None:
-        if resource in self._limit:
-            self._used[resource] += amount
-            assert self._used[resource] <= self._reserved[resource], "more was spent than is there"
-        elif self.parent is not None:
-            self.parent.spend(resource, amount)
+    accounts: dict[str, Account]
 
-    def change(self, budget: Budget, now: float) -> None:
+    @classmethod
+    def of(cls, key: str, budget: Budget, now: float) -> "BudgetTree":
+        tree = cls({key: Account("")})
+        tree.change(key, budget, now)
+        return tree
+
+    def path(self, key: str) -> Iterator[str]:
+        """The account's key and those of the ones above it, the nearest first."""
+        while key:
+            yield key
+            key = self.accounts[key].above
+
+    def places(self, key: str) -> list[Place]:
+        """The nearest accounts that bound what runs on `key`."""
+        found = (self._bounding(key, name) for name in RESOURCES)
+        return [place for place in found if place is not None]
+
+    def due(self, key: str) -> float:
+        """The end of its time, in seconds since the epoch."""
+        return min(self.accounts[each].due for each in self.path(key))
+
+    def rest(self, place: Place | None) -> float:
+        """The amount that may still be leased there."""
+        if place is None:
+            return math.inf
+        count = self._count(place)
+        held = count.reserved - count.used
+        return max(0, min(count.left, held + self.rest(self._above(place))))
+
+    def add(self, key: str, above: str, budget: Budget, now: float) -> None:
+        """A new account. Raises InvalidParameter: too many are there, or it asks for more than the rest."""
+        if len(list(self.path(above))) >= MAX_DEPTH:
+            remedy = f"{MAX_DEPTH} budgets are above each other here; leave it out"
+            raise InvalidParameter("mallee.budget", budget, remedy)
+        for name in RESOURCES:
+            asked, rest = getattr(budget, name), self.rest(self._bounding(above, name))
+            if asked is not None and asked > rest:
+                remedy = f"the budget above it has {rest:.0f} left; give at most that"
+                raise InvalidParameter(f"mallee.budget.{name}", asked, remedy)
+        if len(self.accounts) >= MAX_ACCOUNTS:
+            self._forget_one({above})
+        limits = [(name, getattr(budget, name)) for name in RESOURCES]
+        counts = {name: Count(limit) for name, limit in limits if limit is not None}
+        self.accounts[key] = Account(above, counts)
+        self.change(key, budget, now)
+
+    def _forget_one(self, kept: set[str]) -> None:
+        """Forget the oldest account that nothing runs on, and none is below; it stays spent."""
+        kept |= {account.above for account in self.accounts.values()}
+        for key, account in self.accounts.items():
+            if key not in kept and not any(count.leases for count in account.counts.values()):
+                del self.accounts[key]
+                return
+        remedy = f"{MAX_ACCOUNTS} budgets run below one already; leave it out"
+        raise InvalidParameter("mallee.budget", None, remedy)
+
+    def change(self, key: str, budget: Budget, now: float) -> None:
         """Limits from now on, and the time since now. What was used of a limit that goes on stays used."""
+        account = self.accounts[key]
         for name in RESOURCES:
-            limit = getattr(budget, name)
-            if name not in self._limit and limit is not None:
+            limit, count = getattr(budget, name), account.counts.get(name)
+            if count is not None:
+                count.limit = limit
+            elif limit is not None:
+                account.counts[name] = count = Count(limit)
                 # What is reserved below was spent above, and returns here.
-                self._used[name] = self._reserved[name] = self.outstanding(name)
-            elif name in self._limit and not self.is_idle:
-                self._give_back(name)
-            if limit is not None:
-                self._limit[name] = limit
-                if not self.is_idle:
-                    self._reserve(name)
-            elif name in self._limit:
-                del self._limit[name], self._used[name], self._reserved[name]
-        self._wall_s = budget.wall_s
-        self._own_due = math.inf if budget.wall_s is None else now + budget.wall_s
+                returning = self._outstanding(lambda holder: True)[Place(key, name)]
+                count.used = count.reserved = returning
+        account.wall_s = budget.wall_s
+        account.due = math.inf if budget.wall_s is None else now + budget.wall_s
 
-    def _reserve(self, name: Resource) -> None:
-        left = self._left(name)
-        if self.parent is not None:
-            left = int(min(left, self.parent.rest(name)))
-            self.parent.spend(name, left)
-        self._reserved[name] = self._used[name] + left
+    def view(self, key: str, is_alive: IsAlive, now: float) -> BudgetView:
+        account, returning = self.accounts[key], self._outstanding(is_alive)
+        found: dict[str, ResourceView | None] = dict.fromkeys(Budget._fields)
+        for name, count in account.counts.items():
+            if count.limit is not None:
+                reserved = returning[Place(key, name)]
+                used = count.used - reserved
+                found[name] = ResourceView(count.limit, used, reserved, count.left)
+        if (wall_s := account.wall_s) is not None:
+            left_s = min(wall_s, max(0.0, account.due - now))
+            found["wall_s"] = ResourceView(wall_s, wall_s - left_s, 0.0, left_s)
+        return BudgetView(**found)
 
-    def _give_back(self, name: Resource) -> None:
-        if self.parent is not None:
-            self.parent.spend(name, self._used[name] - self._reserved[name])
-        self._reserved[name] = self._used[name]
+    # Leases
 
-    def _left(self, name: Resource) -> int:
-        return max(0, self._limit[name] - self._used[name])
+    def lease(self, place: Place, holder: str) -> Lease | None:
+        count = self._find(place)
+        return None if count is None else count.leases.get(holder)
 
-    def outstanding(self, resource: Resource) -> int:
-        """The part of what is used that was reserved or lent, and may return."""
-        total = sum(child._may_return(resource) for child in self._children)
-        for grant in self._grants.values():
-            if grant.is_open and resource in grant.lent:
-                total += grant.lent[resource] - grant.used.get(resource, 0)
-        return total
+    def take(self, place: Place, holder: str, used: int, need: int) -> None:
+        """Have a holder that has `used` so much get what it needs beyond it, as far as it is there.
 
-    def _may_return(self, resource: Resource) -> int:
-        """The part of what its parent has spent for it that may return."""
-        below = self.outstanding(resource)
-        if resource not in self._limit:
-            return below
-        return self._reserved[resource] - self._used[resource] + below
-
-    def view(self, now: float) -> BudgetView:
-        wall = None
-        if self._wall_s is not None:
-            left_s = min(self._wall_s, max(0.0, self._own_due - now))
-            wall = ResourceView(self._wall_s, self._wall_s - left_s, 0.0, left_s)
-        return BudgetView(self._viewed("tokens"), self._viewed("branches"), wall)
-
-    def _viewed(self, name: Resource) -> ResourceView | None:
-        if name not in self._limit:
-            return None
-        reserved = self.outstanding(name)
-        used = self._used[name] - reserved
-        return ResourceView(self._limit[name], used, reserved, self._left(name))
-
-    # Loans
-
-    def loan(self) -> "Loan | None":
-        """The loan that all of it is spent of, if it is kept elsewhere."""
-        return None if self.parent is None else self.parent.loan()
-
-    def lack(self, need: Amounts) -> "tuple[Loan, Amounts] | None":
-        """The loan, and what it has to be lent before so much of it can be spent; None: nothing."""
-        if self.parent is None:
-            return None
-        above = [self._need_above(name, getattr(need, name)) for name in RESOURCES]
-        return self.parent.lack(Amounts(*above))
-
-    def _need_above(self, name: Resource, need: int) -> int:
-        if name not in self._limit:
-            return need
-        return self._left(name) if self.is_idle else 0
-
-    def lend(self, ask: LoanAsk, now: float) -> LoanTold | None:
-        """The amounts that a holder gets: all it needs, if it is there; of its wish at most half of the rest.
-
-        None: the loan that it speaks of was never given here.
+        Of tokens it gets some ahead, at most half of the rest.
         """
-        grant = self._grants.get(ask.holder)
-        if grant is None:
-            if any(ask.lent) or not self._has_room():
-                return None
-            grant = self._grants[ask.holder] = _Grant({}, {}, is_open=False)
-        if not grant.is_open:
-            self.open()
-            grant.is_open = True
-        for name in RESOURCES:
-            self._lend(grant, name, ask)
-        return LoanTold(
-            Lent(grant.lent.get("tokens"), grant.lent.get("branches")),
-            None if self.due == math.inf else max(0.0, self.due - now),
-            self.keys[1:],
-        )
+        if self._find(place) is None:
+            return  # it was forgotten
+        self._reserve(place)
+        rest, leases = self.rest(place), self._count(place).leases
+        lease = leases.setdefault(holder, Lease(used, used))
+        more = int(min(max(0, used + need - lease.taken), rest))
+        if place.name == "tokens":
+            wish = min(MOST_WISH, max(LEAST_WISH, used))
+            more += int(min(max(0, used + wish - lease.taken - more), (rest - more) / 2))
+        self._spend(place, more)
+        lease.taken += more
 
-    def _lend(self, grant: _Grant, name: Resource, ask: LoanAsk) -> None:
-        used = getattr(ask.used, name)
-        if self.rest(name) == math.inf:
-            grant.lent.pop(name, None)
+    def tell(self, place: Place, holder: str, used: int) -> int:
+        """Hear how much a holder has used. The amount that it has taken."""
+        lease = self.lease(place, holder)
+        if lease is None:
+            return used
+        if used > lease.taken:  # the store was set back to what it was before
+            self._spend(place, used - lease.taken)
+            lease.taken = used
+        lease.used = used
+        return lease.taken
+
+    def give_back(self, holder: str, kept: Collection[Place]) -> None:
+        """Have a holder keep nothing of what it has leased, but of `kept`."""
+        for place in self._moving():
+            count = self._count(place)
+            if place not in kept and (lease := count.leases.pop(holder, None)) is not None:
+                count.used -= lease.taken - lease.used
+
+    def settle(self, is_alive: IsAlive) -> None:
+        """Give back above what is reserved for accounts that nothing runs on any more."""
+        in_use = set[Place]()
+        for place in (moving := self._moving()):
+            leases = self._count(place).leases
+            dead = [holder for holder in leases if not is_alive(holder)]
+            if len(dead) < len(leases):
+                in_use.update(self._chain(place))
+            for holder in dead[:-MAX_DEAD]:
+                del leases[holder]
+        over = {above for place in moving for above in self._chain(place)}
+        for place in sorted(over, key=lambda each: -len(list(self.path(each.key)))):
+            count, above = self._count(place), self._above(place)
+            least = count.used
+            if place in in_use and count.limit is not None:
+                least = max(least, min(count.limit, count.reserved))
+            if above is not None:
+                self._count(above).used -= count.reserved - least
+            count.reserved = least
+            if count.limit is None and place not in in_use:
+                del self.accounts[place.key].counts[place.name]
+
+    def _outstanding(self, is_alive: IsAlive) -> Counter[Place]:
+        """The part of what is used that is leased or reserved, and may return."""
+        found: Counter[Place] = Counter()
+        for place in self._moving():
+            count, (own, *above) = self._count(place), self._chain(place)
+            leases = (each for holder, each in count.leases.items() if is_alive(holder))
+            leased = sum(each.taken - each.used for each in leases)
+            found[own] += leased
+            for each in above:
+                found[each] += leased + count.reserved - count.used
+        return found
+
+    def _moving(self) -> list[Place]:
+        """Those with leases, with more reserved than is used, or without a limit."""
+        return [
+            Place(key, name)
+            for key, account in self.accounts.items()
+            for name, count in account.counts.items()
+            if count.leases or count.reserved != count.used or count.limit is None
+        ]
+
+    def _chain(self, place: Place) -> list[Place]:
+        """A place and those above it, the nearest first."""
+        above = (Place(key, place.name) for key in self.path(place.key))
+        return [each for each in above if each.name in self.accounts[each.key].counts]
+
+    def _reserve(self, place: Place) -> None:
+        """Have the whole limit reserved above, as far as it is there."""
+        above, count = self._above(place), self._count(place)
+        if above is None:
             return
-        held = grant.lent.setdefault(name, max(used, getattr(ask.lent, name)))
-        more = int(min(max(0, used + getattr(ask.need, name) - held), self.rest(name)))
-        if name == "tokens":
-            ahead = max(0, ask.wish - max(0, held + more - used))
-            more += min(ahead, int(self.rest(name) - more) // 2)
-        self.spend(name, more)
-        grant.lent[name] = held + more
-        grant.used[name] = min(used, held + more)
+        self._reserve(above)
+        if count.limit is not None:
+            more = int(min(count.limit - count.reserved, self.rest(above)))
+            if more > 0:
+                count.reserved += more
+                self._spend(above, more)
 
-    def _has_room(self) -> bool:
-        """For one more holder; the oldest whose loan counts as spent goes."""
-        if len(self._grants) < MAX_HOLDERS:
-            return True
-        over = next((holder for holder, g in self._grants.items() if not g.is_open), None)
-        if over is not None:
-            del self._grants[over]
-        return over is not None
+    def _spend(self, place: Place, amount: int) -> None:
+        count = self._count(place)
+        count.used += amount
+        above, lacking = self._above(place), count.used - count.reserved
+        count.reserved = max(count.reserved, count.used)
+        if above is not None and lacking > 0:
+            self._spend(above, lacking)
 
-    def take_back(self, returned: LoanReturn) -> None:
-        """A holder has ended. One that had expired before still gets its due."""
-        grant = self._grants.pop(returned.holder, None)
-        if grant is None:
-            return
-        if not grant.is_open:
-            self.open()
-        for name, lent in grant.lent.items():
-            if self.rest(name) != math.inf:
-                self.spend(name, min(getattr(returned.used, name), lent) - lent)
-        self.close()
+    def _find(self, place: Place) -> Count | None:
+        account = self.accounts.get(place.key)
+        return None if account is None else account.counts.get(place.name)
 
-    def expire(self, holder: str) -> None:
-        """A holder is silent: all that it was lent counts as spent, unless it is heard of again."""
-        grant = self._grants.get(holder)
-        if grant is not None and grant.is_open:
-            grant.is_open = False
-            self.close()
+    def _count(self, place: Place) -> Count:
+        return self.accounts[place.key].counts[place.name]
 
+    def _above(self, place: Place) -> Place | None:
+        return self._bounding(self.accounts[place.key].above, place.name)
 
-class Loan(Account):
-    """The part that this gateway has of an account that another keeps, while something runs on it here.
-
-    `name` belongs to the account's scope and names the account. `new_holder()` names a loan from its first
-    open to its last close, when `on_return` gets what is to be sent.
-    """
-
-    __slots__ = ("_above", "_is_told", "_new_holder", "_on_return", "holder", "name", "scope")
-
-    def __init__(
-        self,
-        key: str,
-        name: str,
-        scope: Scope,
-        new_holder: Callable[[], str],
-        on_return: Callable[["Loan", LoanReturn], None],
-    ) -> None:
-        super().__init__(key, Budget(), None, 0.0)
-        self.name = name
-        self.scope = scope
-        self.holder = ""
-        self._new_holder = new_holder
-        self._on_return = on_return
-        self._above: tuple[str, ...] = ()
-        self._is_told = False
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        return (self.key, *self._above)
-
-    def open(self) -> None:
-        """Nothing can be spent before the keeper was asked."""
-        self._num_open += 1
-        if self._num_open > 1:
-            return
-        self.holder, self._is_told = self._new_holder(), False
-        for name in RESOURCES:
-            self._limit[name] = self._used[name] = self._reserved[name] = 0
-
-    def close(self) -> None:
-        self._num_open -= 1
-        assert self._num_open >= 0, "a loan is closed as often as it was opened"
-        if not self._num_open:
-            returned = LoanReturn(self.holder, self._amounts(self._used))
-            for name in self._limit:
-                self._reserved[name] = self._used[name]
-            self.holder = ""
-            self._on_return(self, returned)
-
-    def loan(self) -> "Loan | None":
-        return self
-
-    def lack(self, need: Amounts) -> "tuple[Loan, Amounts] | None":
-        is_enough = all(self.rest(name) >= getattr(need, name) for name in RESOURCES)
-        return None if self._is_told and is_enough else (self, need)
-
-    def ask(self, need: Amounts) -> LoanAsk:
-        """The question that gets `need` on top of what is used."""
-        wish = min(MOST_WISH, max(LEAST_WISH, self._used.get("tokens", 0))) if any(need) else 0
-        used, lent = self._amounts(self._used), self._amounts(self._reserved)
-        return LoanAsk(self.holder, used, lent, need, wish)
-
-    def hear(self, told: LoanTold, now: float) -> None:
-        """Take in the answer to `ask`, of the same holder."""
-        self._is_told = True
-        self._above = told.above
-        self._own_due = math.inf if told.rest_s is None else now + told.rest_s
-        for name in RESOURCES:
-            lent = getattr(told.lent, name)
-            if lent is None:
-                for amounts in (self._limit, self._used, self._reserved):
-                    amounts.pop(name, None)
-            else:
-                self._used.setdefault(name, 0)
-                self._limit[name] = self._reserved[name] = max(lent, self._used[name])
-
-    @staticmethod
-    def _amounts(found: dict[Resource, int]) -> Amounts:
-        return Amounts(found.get("tokens", 0), found.get("branches", 0))
+    def _bounding(self, key: str, name: Resource) -> Place | None:
+        for each in self.path(key):
+            if name in self.accounts[each].counts:
+                return Place(each, name)
+        return None

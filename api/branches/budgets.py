@@ -1,359 +1,387 @@
 """Budgets of requests and sessions, at whichever gateway they are spent.
 
-The name of a request tells the account that bounds it, and so do those of its capsules: no gateway has to be
-asked whether a capsule is bounded. The gateway where a budget was given keeps its account in memory. The
-others borrow of it for as long as something runs on it there: what it must have and some tokens ahead. A
-keeper that can't be asked lends nothing: what runs elsewhere spends what it has, and ends.
+The name of a request tells the account that bounds it, and so do those of its capsules: a key of 16 digits
+for a budget that none is above, and that budget's key and one more for those below it. Accounts are in the
+gateways' store. A gateway leases of them what its requests must have and some tokens ahead, spends that
+without asking, and gives back what is left once nothing runs on it here.
+
+A budget that begins here is stored in the background: until then nobody else can know its name. While the
+store is away its requests go on as if there was none; those of other budgets spend what is leased, and end.
 """
 
 import asyncio
 import logging
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+import math
+from collections.abc import Callable, Collection
+from functools import cached_property
 from typing import Final, NamedTuple
+from weakref import WeakValueDictionary
 
-from mallee.api.branches.accounts import RESOURCES, Account, Budget, Loan
-from mallee.gateway.records import SharedRecords
-from mallee.protocol.codec import encode
-from mallee.protocol.errors import (
-    BadRequest,
-    BudgetSpent,
-    InvalidParameter,
-    LookupIncomplete,
-    MalleeError,
-)
-from mallee.protocol.gateways.loans import (
-    Amounts,
-    BudgetAsk,
-    BudgetChange,
-    BudgetMessage,
+from mallee.api.branches.accounts import (
+    Budget,
+    BudgetTree,
     BudgetView,
-    LoanAsk,
-    LoanReturn,
-    ToKeeper,
-    decode_budget_view,
-    decode_loan_told,
-    decode_to_keeper,
+    Place,
+    Resource,
 )
+from mallee.gateway.store.store import Bucket, Entry, Store, StoreAway
+from mallee.protocol.errors import BadRequest, BudgetSpent, Unavailable
 from mallee.protocol.ids import Scope, account_of
 
 log = logging.getLogger(__name__)
 
-MAX_KEPT: Final = 1 << 16  # accounts that are remembered
-MAX_DEPTH: Final = 64  # accounts above each other
-RENEW_S: Final = 10.0  # a holder says so often that it is there
-EXPIRE_S: Final = 30.0  # what a silent one was lent counts as spent
-NUM_RETURNS: Final = 3  # tries to give back
-_KIND: Final = "budget"
-_DONE: Final = b"\x01"
+LAYOUT: Final = 1
+TTL_S: Final = 7 * 86_400.0  # for which nothing of a budget was used
+RETRY_S: Final = 0.2
+MAX_KEPT: Final = 1 << 14  # budgets that wait for the store
+_KEY: Final = 16  # digits
 
 
 class Bound(NamedTuple):
-    """The account that bounds a request, by key; names of capsules or sessions whose accounts are above."""
+    """The account that bounds a request, by key; keys of the accounts above it, if it is new."""
 
+    scope: Scope
     key: str
     above: tuple[str, ...]
-    scope: Scope
 
 
-class _Key(NamedTuple):
-    scope: Scope
-    key: str
+class Share:
+    """The part of a place that this gateway has leased, for all that runs on it here."""
+
+    __slots__ = ("num_open", "taken", "used")
+
+    def __init__(self) -> None:
+        self.num_open = self.taken = self.used = 0
+
+    @property
+    def rest(self) -> int:
+        return self.taken - self.used
+
+
+class Held:
+    """A budget and those below it, while this gateway has to do with them. Who changes it holds `turn`."""
+
+    def __init__(self, scope: Scope, root: str) -> None:
+        self.scope, self.root = scope, root
+        self.turn = asyncio.Lock()
+        self.tree = BudgetTree({})  # as last seen
+        self.stored: Entry[BudgetTree] | None = None  # the same, if it is in the store so
+        self.made: BudgetTree | None = None  # here, and not known to be in the store
+        self.is_private = False  # and was never sent there
+        self.is_unsure = False  # whether the last change was made
+        self.is_settling = False
+        self.shares: dict[Place, Share] = {}
+
+    def make(self, tree: BudgetTree, *, is_private: bool) -> None:
+        self.tree = self.made = tree
+        self.is_private = is_private
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the store has all that it is to have."""
+        is_open = all(share.num_open for share in self.shares.values())
+        return is_open and self.made is None and not self.is_unsure
+
+
+class Spending:
+    """The part of a budget that one request may spend here; its owner closes it."""
+
+    def __init__(self, held: Held, key: str, on_close: Callable[[Held], None]) -> None:
+        self.held = held
+        self._key = key
+        self._on_close = on_close
+        self.places: dict[Resource, Place] = {each.name: each for each in held.tree.places(key)}
+        self._shares = {place.name: held.shares[place] for place in self.places.values()}
+        for share in self._shares.values():
+            share.num_open += 1
+
+    @property
+    def due(self) -> float:
+        """The end of its time, in seconds since the epoch."""
+        tree = self.held.tree
+        return tree.due(self._key) if self._key in tree.accounts else 0.0
+
+    def rest(self, name: Resource) -> float:
+        """The amount that can be spent without asking for more."""
+        share = self._shares.get(name)
+        return math.inf if share is None else share.rest
+
+    def spend(self, name: Resource, amount: int) -> None:
+        share = self._shares.get(name)
+        if share is not None:
+            share.used += amount
+            assert share.used <= share.taken, "more was spent than is there"
+
+    def close(self) -> None:
+        """Give back what is left, if nothing else runs on it here."""
+        for share in self._shares.values():
+            share.num_open -= 1
+            assert share.num_open >= 0, "a spending is closed once"
+        self._on_close(self.held)
 
 
 class Budgets:
-    """One gateway's accounts, and its loans of others'. Belongs to one event loop.
+    """One gateway's part of all budgets. Belongs to one event loop.
 
-    `clock` gives seconds since the epoch, `new_key()` 16 hexadecimal digits that no other has.
+    `clock` gives seconds since the epoch, `new_key()` 16 hexadecimal digits that no other has. `others()`:
+    names of the other gateways that live.
     """
 
     def __init__(
         self,
-        clock: Callable[[], float],
-        records: SharedRecords,
-        new_key: Callable[[], str],
+        store: Store,
         *,
-        max_kept: int = MAX_KEPT,
-        renew_s: float = RENEW_S,
+        gateway: str,
+        others: Callable[[], Collection[str]],
+        clock: Callable[[], float],
+        new_key: Callable[[], str],
     ) -> None:
         self.clock = clock
-        self._records = records
+        self._store = store
+        self._bucket: Bucket[BudgetTree] = store.bucket(
+            "budgets", BudgetTree, version=LAYOUT, ttl_s=TTL_S
+        )
+        self._gateway = gateway
+        self._others = others
         self._new_key = new_key
-        self._max_kept = max_kept
-        self._renew_s = renew_s
-        self._accounts: OrderedDict[_Key, Account] = OrderedDict()  # last used last
-        self._heard: OrderedDict[tuple[_Key, str], float] = OrderedDict()  # holders, latest last
-        self._renewing: dict[str, asyncio.Task[None]] = {}  # by holder
-        records.share(_KIND, self._tell)
+        self._held: WeakValueDictionary[tuple[Scope, str], Held] = WeakValueDictionary()
+
+    @cached_property
+    def _holder(self) -> str:
+        """The name of its leases: it is of this life of this gateway."""
+        return f"{self._gateway}/{self._new_key()}"
 
     # Requests
 
     def bound(self, budget: Budget | None, scope: Scope, *names: str) -> Bound | None:
         """The account for a request with `budget` below the accounts of `names`; None: nothing bounds it."""
-        above = {key: name for name in names if (key := account_of(name))}
-        if budget is None and not above:
-            return None
-        is_shared = budget is None and len(above) == 1
-        key = next(iter(above)) if is_shared else self._new_key()
-        return Bound(key, tuple(above.values()), scope)
+        above = tuple(dict.fromkeys(key for name in names if (key := account_of(name))))
+        if budget is None and len(above) <= 1:
+            return Bound(scope, above[0], ()) if above else None
+        root = above[0][:_KEY] if above else ""
+        return Bound(scope, root + self._new_key(), above)
 
-    async def begin(self, bound: Bound, budget: Budget | None, num_branches: int) -> Account:
-        """Open the account for branches to come.
+    async def begin(self, bound: Bound, budget: Budget | None, num_branches: int) -> Spending:
+        """Lease what branches to come must have.
 
-        Raises BudgetSpent, InvalidParameter for more than the rest above, and Unavailable if its keeper
-        doesn't answer; nothing is open then.
+        Raises BudgetSpent, InvalidParameter for more than the rest above, and StoreAway.
         """
-        async with self._ready(bound, budget, Amounts(1, num_branches)) as account:
-            account.open()
-            try:
-                _check_left(account, num_branches, self.clock())
-            except BudgetSpent:
-                account.close()
-                raise
-            account.spend("branches", num_branches)
-        return account
+        held, key = self._hold(bound.scope, bound.key)
+        need: dict[Resource, int] = {"tokens": 1, "branches": num_branches}
+
+        def lease(tree: BudgetTree) -> None:
+            self._make(tree, bound, budget)
+            self._check_left(held, tree, key, need)
+            for place in tree.places(key):
+                used = held.shares[place].used if place in held.shares else 0
+                tree.take(place, self._holder, used, need[place.name])
+
+        if budget is not None and not bound.above:
+            held.make(BudgetTree.of(key, budget, self.clock()), is_private=True)
+            lease(held.tree)
+            self._settle_soon(held)
+        elif budget is not None or not self._is_here(held, key, need):
+            await self._change(held, lease)
+        for place in held.tree.places(key):
+            if place not in held.shares:
+                held.shares[place] = Share()
+                self._hear(held)
+        spending = Spending(held, key, self._settle_soon)
+        spending.spend("branches", num_branches)
+        return spending
 
     async def give(self, bound: Bound, budget: Budget) -> None:
-        """Make the account, for requests to come. Raises as `begin`."""
-        async with self._ready(bound, budget, Amounts()):
-            pass
-
-    async def secure(self, account: Account, need: Amounts) -> None:
-        """Borrow what an account lacks to spend so much, as far as its keeper has it.
-
-        Raises Unavailable, and BudgetSpent if no gateway keeps it any more.
-        """
-        lacking = account.lack(need)
-        if lacking is None:
-            return
-        loan, _ = lacking
-        async with loan.turn:
-            lacking = account.lack(need)
-            if lacking is not None:
-                await self._ask(loan, lacking[1])
-
-    @asynccontextmanager
-    async def _ready(
-        self, bound: Bound, budget: Budget | None, need: Amounts
-    ) -> AsyncIterator[Account]:
-        """The account, kept from now on; `need` of it is here, as far as it is anywhere."""
-        self._expire()
-        place = _Key(bound.scope, bound.key)
-        account = self._accounts.get(place)
-        is_new = account is None
-        if account is None:
-            parents = [self._find(name, bound.scope) for name in bound.above]
-            if budget is None and len(parents) == 1:
-                account = parents[0]
-            else:
-                parent = await self._lowest(parents)
-                account = Account(bound.key, budget or Budget(), parent, self.clock())
-        loan = account.loan()
-        if loan is not None:
-            loan.open()
+        """Store a new account, for requests to come. Raises as `begin`."""
+        held, key = self._hold(bound.scope, bound.key)
+        if not bound.above:
+            held.make(BudgetTree.of(key, budget, self.clock()), is_private=False)
         try:
-            await self.secure(account, need)
-            if is_new:
-                _check_new(account, budget)
-            self._keep(place, account)
-            yield account
+            await self._change(held, lambda tree: self._make(tree, bound, budget))
         finally:
-            if loan is not None:
-                loan.close()
+            held.made = None
 
-    async def _lowest(self, accounts: list[Account]) -> Account | None:
-        """That of the accounts which is below all others. Raises BadRequest if none is."""
-        if len(accounts) <= 1:
-            return accounts[0] if accounts else None
-        for account in accounts:
-            await self._learn(account)
-        for account in accounts:
-            if all(other.key in account.keys for other in accounts):
-                return account
-        raise BadRequest(
-            "the capsule and the session have budgets, of which neither is below the other: leave "
-            "the session out, or send the text instead of the capsule",
-            param="mallee.session",
-        )
-
-    async def _learn(self, account: Account) -> None:
-        """Have the keeper tell what is above."""
-        loan = account.loan()
-        if loan is None:
+    async def secure(self, spending: Spending, tokens: int) -> None:
+        """Lease what is lacking to spend so many tokens, as far as it is there. Raises Unavailable."""
+        place, held = spending.places.get("tokens"), spending.held
+        if place is None or spending.rest("tokens") >= tokens:
             return
-        loan.open()
-        try:
-            await self.secure(account, Amounts())
-        finally:
-            loan.close()
 
-    def _find(self, name: str, scope: Scope) -> Account:
-        place = _Key(scope, account_of(name))
-        account = self._accounts.get(place)
-        if account is None:
-            account = Loan(place.key, name, scope, self._new_key, self._returned)
-            self._keep(place, account)
-        return account
-
-    def _keep(self, place: _Key, account: Account) -> None:
-        self._accounts[place] = account
-        self._accounts.move_to_end(place)
-        num_seen = 0
-        while len(self._accounts) > self._max_kept and num_seen < self._max_kept:
-            oldest, kept = self._accounts.popitem(last=False)
-            if not kept.is_idle:
-                self._accounts[oldest] = kept
-            num_seen += 1
+        used = held.shares[place].used  # it grows by what is asked for alone
+        await self._change(held, lambda tree: tree.take(place, self._holder, used, tokens))
 
     # Sessions
 
     async def show(self, name: str, scope: Scope) -> BudgetView | None:
-        """The budget that `name` belongs to; None: no gateway keeps it any more. Raises LookupIncomplete."""
-        self._expire()
-        account = self._kept(name, scope)
-        if account is not None:
-            return account.view(self.clock())
-        raw = await self._records.fetch(_KIND, name, scope, given=encode(ToKeeper(BudgetAsk())))
-        return None if raw is None else decode_budget_view(raw)
+        """The budget that `name` belongs to; None: it is not kept any more. Raises StoreAway."""
+        held, key = self._hold(scope, account_of(name))
+        try:
+            await self._change(held, lambda tree: None, is_kept=False)
+        except BudgetSpent:
+            return None
+        except StoreAway:
+            if key not in held.tree.accounts:
+                raise
+        is_there = key in held.tree.accounts
+        return held.tree.view(key, self._is_alive, self.clock()) if is_there else None
 
     async def change(self, name: str, scope: Scope, budget: Budget) -> bool:
-        """Give a budget new limits. False: no gateway keeps it any more. Raises Unavailable."""
-        account = self._kept(name, scope)
-        if account is not None:
-            async with account.turn:
-                account.change(budget, self.clock())
-            return True
-        given = encode(ToKeeper(BudgetChange(*budget)))
-        return await self._records.fetch(_KIND, name, scope, given=given) is not None
-
-    def _kept(self, name: str, scope: Scope) -> Account | None:
-        account = self._accounts.get(_Key(scope, account_of(name)))
-        return None if account is None or account.loan() is account else account
-
-    # Of others
-
-    async def _ask(self, loan: Loan, need: Amounts) -> None:
-        """Ask a loan's keeper. Raises Unavailable; BudgetSpent: there is none."""
-        holder = loan.holder
-        given = encode(ToKeeper(loan.ask(need)))
-        raw = await self._records.fetch(_KIND, loan.name, loan.scope, given=given)
-        if raw is None:
-            raise BudgetSpent("tokens", "the gateway that kept it is gone, or has forgotten it")
-        if loan.holder != holder:
-            return  # nothing runs on it any more, and what it was lent is on its way back
-        loan.hear(decode_loan_told(raw), self.clock())
-        if holder not in self._renewing:
-            self._renewing[holder] = self._records.tasks.spawn(self._renew(loan, holder))
-
-    async def _renew(self, loan: Loan, holder: str) -> None:
-        while True:
-            await asyncio.sleep(self._renew_s)
-            async with loan.turn:
-                try:
-                    await self._ask(loan, Amounts())
-                except MalleeError as error:
-                    log.warning("a loan of a budget was not renewed: %s", error)
-
-    def _returned(self, loan: Loan, returned: LoanReturn) -> None:
-        task = self._renewing.pop(returned.holder, None)
-        if task is not None:
-            self._records.tasks.cancel(task)
-        self._records.tasks.spawn(self._give_back(loan.name, loan.scope, returned))
-
-    async def _give_back(self, name: str, scope: Scope, returned: LoanReturn) -> None:
-        given = encode(ToKeeper(returned))
-        for _ in range(NUM_RETURNS):
-            with suppress(LookupIncomplete):
-                await self._records.fetch(_KIND, name, scope, given=given)
-                return
-            await asyncio.sleep(self._renew_s)
-        log.warning("what was left of a budget was not given back: its gateway does not answer")
-
-    # For others
-
-    async def _tell(self, name: str, scope: Scope, given: bytes) -> bytes | None:
-        """The answer to another gateway, if the account is kept here."""
-        account = self._kept(name, scope)
-        if account is None:
-            return None
-        message = decode_to_keeper(given).message
-        self._expire()
-        async with account.turn:
-            return await self._answer(_Key(scope, account.key), account, message)
-
-    async def _answer(self, place: _Key, account: Account, message: BudgetMessage) -> bytes | None:
-        match message:
-            case LoanAsk():
-                return await self._lend(place, account, message)
-            case LoanReturn():
-                account.take_back(message)
-                self._heard.pop((place, message.holder), None)
-                return _DONE
-            case BudgetChange():
-                account.change(
-                    Budget(message.tokens, message.branches, message.wall_s), self.clock()
-                )
-            case BudgetAsk():
-                pass
-        return encode(account.view(self.clock()))
-
-    async def _lend(self, place: _Key, account: Account, ask: LoanAsk) -> bytes | None:
-        loan = account.loan()
-        if loan is not None:
-            loan.open()
+        """Give a budget new limits. False: it is not kept any more. Raises StoreAway."""
+        (held, key), now = self._hold(scope, account_of(name)), self.clock()
         try:
-            try:
-                await self.secure(account, ask.need)
-            except MalleeError as error:
-                log.info("a budget is lent as far as it is here: %s", error)
-            told = account.lend(ask, self.clock())
-        finally:
-            if loan is not None:
-                loan.close()
-        if told is None:
-            return None
-        self._heard[place, ask.holder] = self.clock()
-        self._heard.move_to_end((place, ask.holder))
-        self._keep(place, account)
-        return encode(told)
+            await self._change(held, lambda tree: _there(tree, key).change(key, budget, now))
+        except BudgetSpent:
+            return False
+        return True
 
-    def _expire(self) -> None:
-        """Count as spent what silent holders were lent."""
-        before = self.clock() - EXPIRE_S
-        while self._heard:
-            (place, holder), heard = next(iter(self._heard.items()))
-            if heard > before:
+    # Accounts
+
+    def _hold(self, scope: Scope, key: str) -> tuple[Held, str]:
+        """The budget of an account, and the account's key in it."""
+        root = key[:_KEY]
+        held = self._held.get((scope, root))
+        if held is None:
+            held = self._held[scope, root] = Held(scope, root)
+        return held, key[-_KEY:]
+
+    def _is_here(self, held: Held, key: str, need: dict[Resource, int]) -> bool:
+        """Whether what is leased suffices."""
+        tree, shares = held.tree, held.shares
+        if key not in tree.accounts or tree.due(key) <= self.clock():
+            return False
+        return all(
+            place in shares and shares[place].rest >= need[place.name] for place in tree.places(key)
+        )
+
+    def _make(self, tree: BudgetTree, bound: Bound, budget: Budget | None) -> None:
+        """Have the account in the tree. Raises BudgetSpent, BadRequest, InvalidParameter."""
+        key, above = bound.key[-_KEY:], [each[-_KEY:] for each in bound.above]
+        if not above:
+            _there(tree, key)
+        if key in tree.accounts:
+            return
+        lowest = None
+        if all(each.startswith(bound.key[:_KEY]) for each in bound.above):
+            paths = {each: set(_there(tree, each).path(each)) for each in above}
+            lowest = next((each for each, path in paths.items() if path.issuperset(above)), None)
+        if lowest is None:
+            raise BadRequest(
+                "the capsule and the session have budgets, of which neither is below the other: leave "
+                "the session out, or send the text instead of the capsule",
+                param="mallee.session",
+            )
+        tree.add(key, lowest, budget or Budget(), self.clock())
+
+    def _check_left(
+        self, held: Held, tree: BudgetTree, key: str, need: dict[Resource, int]
+    ) -> None:
+        if tree.due(key) <= self.clock():
+            raise BudgetSpent("wall_s", "its time is over")
+        shares = held.shares
+        rests = {
+            place.name: tree.rest(place) + (shares[place].rest if place in shares else 0)
+            for place in tree.places(key)
+        }
+        if rests.get("tokens", 1) < 1:
+            raise BudgetSpent("tokens", "none is left")
+        if (rest := rests.get("branches", math.inf)) < need["branches"]:
+            raise BudgetSpent("branches", f"{rest:.0f} are left, {need['branches']} are asked for")
+
+    def _is_alive(self, holder: str) -> bool:
+        return holder == self._holder or holder.partition("/")[0] in self._others()
+
+    # The store
+
+    async def _change(
+        self, held: Held, act: Callable[[BudgetTree], object], *, is_kept: bool = True
+    ) -> None:
+        """Do `act` to what is stored, which may be more than once, and store it, unless `is_kept` is False.
+
+        Raises what `act` raises, BudgetSpent (it is not in the store any more), and Unavailable.
+        """
+        async with held.turn:
+            while True:
+                tree, revision = await self._read(held)
+                held.tree, held.stored = tree, None
+                self._tell(held)
+                tree.settle(self._is_alive)
+                act(tree)
+                if not is_kept:
+                    return
+                if not held.is_private or self._store.is_up:
+                    held.is_private = False
+                    try:
+                        stored = await self._bucket.put(held.scope, held.root, tree, at=revision)
+                    except BaseException:  # also of a client that is gone: it may be stored
+                        held.is_unsure = True
+                        self._settle_soon(held)
+                        raise
+                    if stored is None:
+                        continue
+                    held.stored, held.made, held.is_unsure = Entry(tree, stored), None, False
+                self._hear(held)
                 return
-            del self._heard[place, holder]
-            account = self._accounts.get(place)
-            if account is not None:
-                account.expire(holder)
-                log.warning("a gateway is silent: what it was lent of a budget counts as spent")
+
+    async def _read(self, held: Held) -> Entry[BudgetTree]:
+        entry = None
+        if not held.is_private:
+            entry = await self._bucket.get(held.scope, held.root, held.stored)
+        if entry is None:
+            if held.made is None:
+                raise _gone()
+            return Entry(held.made, 0)
+        return entry
+
+    def _tell(self, held: Held) -> None:
+        """Say what was spent here, and give back what nothing needs here any more."""
+        for place, share in held.shares.items():
+            share.taken = held.tree.tell(place, self._holder, share.used)
+            if not share.num_open:
+                share.taken = share.used  # nothing of it is spent from now on
+        kept = [place for place, share in held.shares.items() if share.num_open]
+        held.tree.give_back(self._holder, kept)
+
+    def _hear(self, held: Held) -> None:
+        """Have what is leased now."""
+        for place, share in list(held.shares.items()):
+            lease = held.tree.lease(place, self._holder)
+            if lease is not None:
+                share.taken = lease.taken
+            elif not share.num_open:
+                del held.shares[place]
+
+    def _settle_soon(self, held: Held) -> None:
+        if not (held.is_settling or held.is_settled):
+            held.is_settling = True
+            self._store.spawn(self._settle(held), name="a budget")
+
+    async def _settle(self, held: Held) -> None:
+        """Have the store know all that it is to know, once it takes it."""
+        try:
+            while not held.is_settled:
+                try:
+                    if self._store.is_up:
+                        await self._change(held, lambda tree: None)
+                        continue
+                except BudgetSpent:
+                    return  # it is forgotten
+                except Unavailable as error:
+                    log.info("a budget was not stored: %s", error)
+                if len(self._held) > MAX_KEPT:
+                    log.warning("a budget was not stored: %d others wait already", MAX_KEPT)
+                    return
+                await asyncio.sleep(RETRY_S)
+        finally:
+            held.is_settling = False
 
 
-def _check_new(account: Account, budget: Budget | None) -> None:
-    if len(account.keys) > MAX_DEPTH:
-        remedy = f"{MAX_DEPTH} budgets are above each other here; leave it out"
-        raise InvalidParameter("mallee.budget", budget, remedy)
-    parent = account.parent
-    if budget is None or parent is None:
-        return
-    parent.open()
-    try:
-        for name in RESOURCES:
-            asked, rest = getattr(budget, name), parent.rest(name)
-            if asked is not None and asked > rest:
-                remedy = f"the budget above it has {rest:.0f} left; give at most that"
-                raise InvalidParameter(f"mallee.budget.{name}", asked, remedy)
-    finally:
-        parent.close()
+def _there(tree: BudgetTree, key: str) -> BudgetTree:
+    if key not in tree.accounts:
+        raise _gone()
+    return tree
 
 
-def _check_left(account: Account, num_branches: int, now: float) -> None:
-    if account.due <= now:
-        raise BudgetSpent("wall_s", "its time is over")
-    if account.rest("tokens") < 1:
-        raise BudgetSpent("tokens", "none is left")
-    if (rest := account.rest("branches")) < num_branches:
-        raise BudgetSpent("branches", f"{rest:.0f} are left, {num_branches} are asked for")
+def _gone() -> BudgetSpent:
+    return BudgetSpent(
+        "tokens",
+        "the gateways' store has forgotten it: give the session a new one, or send the text",
+    )

@@ -8,15 +8,13 @@ from typing import Final, NamedTuple
 
 from msgspec import structs
 
-from mallee.api.branches.accounts import Account
-from mallee.api.branches.budgets import Bound, Budgets
+from mallee.api.branches.budgets import Bound, Budgets, Spending
 from mallee.api.branches.conditions import BranchConditions
 from mallee.api.branches.scoring import Scored, Scoring
 from mallee.api.callbacks.callbacks import Callbacks
 from mallee.api.jobs import Plan
 from mallee.gateway.requests.deltas import Delta
 from mallee.protocol.errors import InvalidParameter, MalleeError
-from mallee.protocol.gateways.loans import Amounts
 from mallee.protocol.ids import RequestId
 from mallee.protocol.messages import FinishReason
 
@@ -48,13 +46,13 @@ class Watch:
         self,
         plan: Plan,
         budgets: Budgets,
-        account: Account | None,
+        spending: Spending | None,
         token_bytes: Callable[[int], bytes],
         scoring: Scoring | None = None,
     ) -> None:
         self._budgets = budgets
         self._scoring = scoring
-        self._account = account
+        self._spending = spending
         self._token_bytes = token_bytes
         self._conditions = plan.conditions
         self._branches = (
@@ -79,14 +77,14 @@ class Watch:
         callbacks: Callbacks,
     ) -> "Watch":
         """Raises as `Budgets.begin`."""
-        account, conditions = None, plan.conditions
+        spending, conditions = None, plan.conditions
         if bound is not None:
-            account = await budgets.begin(bound, plan.budget, plan.num_choices)
+            spending = await budgets.begin(bound, plan.budget, plan.num_choices)
         scoring = None
         if conditions is not None and conditions.score is not None:
             scope = plan.jobs[0].scope
             scoring = Scoring(conditions.score, plan.num_choices, callbacks, scope)
-        return cls(plan, budgets, account, token_bytes, scoring)
+        return cls(plan, budgets, spending, token_bytes, scoring)
 
     def started(self, request: RequestId) -> None:
         """`request` runs a part of the plan, the next one; the answer has the name of the first."""
@@ -107,9 +105,9 @@ class Watch:
     @property
     def rest_s(self) -> float | None:
         """Seconds until all choices are to end; None: no time was set."""
-        if self._account is None or self._account.due == inf:
+        if self._spending is None or self._spending.due == inf:
             return None
-        return max(0.0, self._account.due - self._budgets.clock())
+        return max(0.0, self._spending.due - self._budgets.clock())
 
     @property
     def has_verdicts(self) -> bool:
@@ -136,17 +134,14 @@ class Watch:
 
     def lacks(self, delta: Delta) -> bool:
         """Whether `secure` is to be awaited before `delta` is taken: it would end by what others may have."""
-        account, num = self._account, len(delta.tokens)
-        if account is None or account.rest("tokens") > num:
-            return False
-        return account.lack(Amounts(num + 1)) is not None
+        return self._spending is not None and self._spending.rest("tokens") <= len(delta.tokens)
 
     async def secure(self, delta: Delta) -> None:
-        """Get the tokens of `delta` and one more from the budget's keeper, as far as it has them."""
-        if self._account is None or not self.lacks(delta):
+        """Get the tokens of `delta` and one more of the budget, as far as they are there."""
+        if self._spending is None or not self.lacks(delta):
             return
         try:
-            await self._budgets.secure(self._account, Amounts(len(delta.tokens) + 1))
+            await self._budgets.secure(self._spending, len(delta.tokens) + 1)
         except MalleeError as error:
             log.info("branches end where their budget is: %s", error)
 
@@ -166,8 +161,8 @@ class Watch:
                 self._open.pop(index, None)
                 self._num_done += delta.finish in _FINISHED
         self._counts[index] += len(delta.tokens)
-        if self._account is not None:
-            self._account.spend("tokens", len(delta.tokens))
+        if self._spending is not None:
+            self._spending.spend("tokens", len(delta.tokens))
         if not self._open:
             self.close()
         return delta
@@ -183,20 +178,20 @@ class Watch:
                 if met := branch.take(raw, logprob):
                     most, reason = i + 1, met
                     break
-        if self._account is not None:
-            rest = self._account.rest("tokens")
+        if self._spending is not None:
+            rest = self._spending.rest("tokens")
             if rest < most or (rest == most and delta.finish is None and not reason):
                 most, reason = int(rest), "tokens"
         return most, reason
 
     def due(self) -> Iterator[Ending]:
         """The open choices that are to end now, each once."""
-        conditions, account = self._conditions, self._account
+        conditions, spending = self._conditions, self._spending
         done = conditions.done if conditions is not None else None
         reason = ""
         if done is not None and self._num_done >= done:
             reason = "done"
-        elif account is not None and account.rest("tokens") < 1:
+        elif spending is not None and spending.rest("tokens") < 1:
             reason = "tokens"
         elif self.rest_s == 0.0:
             reason = "wall_s"
@@ -231,6 +226,6 @@ class Watch:
         self._open.clear()
         if self._scoring is not None:
             self._scoring.close()
-        if self._account is not None:
-            self._account.close()
-            self._account = None
+        if self._spending is not None:
+            self._spending.close()
+            self._spending = None

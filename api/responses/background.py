@@ -42,7 +42,7 @@ class Background:
         self.streams = streams
         self._run = run
         self._stored = stored
-        self._name: str = run.writer.body["id"]
+        self._name = run.writer.body.id
         self._events: list[bytes] = []
         self._num_stored = 0  # of them
         self._revision: int | None = 0  # of its record; None: another has ended or deleted it
@@ -151,7 +151,7 @@ class Background:
         if self._revision is not None:
             record = self._record
             self._revision = await self._stored.put(self.scope, record, at=self._revision)
-            self._status = record.body["status"]
+            self._status = record.body.status
 
     async def _end(self) -> None:
         """Store the end, and have the last event."""
@@ -206,7 +206,7 @@ async def follow(
                 known = max(known, number + len(batch))
                 if rest:
                     yield b"".join(rest)
-        record = (await stored.find(name, scope)).value
+        record = await stored.find(name, scope)
         events = await stored.events_of(scope, record)
         async for chunk in replay(events, record, max(after, known - 1)):
             yield chunk
@@ -224,7 +224,7 @@ async def _batches(
             try:
                 while not coming.done():
                     await asyncio.wait([coming], timeout=LOOK_S)
-                    if not coming.done() and (await stored.find(name, scope)).value.is_over:
+                    if not coming.done() and (await stored.find(name, scope)).is_over:
                         return
             finally:
                 if coming.cancel():

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 from starlette.requests import Request
@@ -22,15 +23,10 @@ from mallee.api.responses.turns import PlannedTurn, TurnMaker
 from mallee.api.responses.writing import Writer, opening, sse
 from mallee.api.serve import Server, json_response
 from mallee.api.sse import EventStream, unless_gone
+from mallee.gateway.peers import PeerSilent
 from mallee.gateway.store.store import StoreAway
 from mallee.protocol.api.responses import ResponseDeleted, ResponseList, ResponseRequest
-from mallee.protocol.errors import (
-    BadRequest,
-    InvalidParameter,
-    LookupIncomplete,
-    NotFound,
-    Unavailable,
-)
+from mallee.protocol.errors import BadRequest, InvalidParameter, NotFound, Unavailable
 from mallee.protocol.ids import Scope
 from mallee.router.dispatch.jobs import QueueTerms
 from mallee.runtime.bus.buckets import StoreFull
@@ -152,7 +148,7 @@ class Responses:
 
     async def cancel(self, request: Request) -> Response:
         record = await self._record(request)
-        if not record.body["background"]:
+        if not record.body.background:
             raise BadRequest(
                 "only a response made with background=true can be cancelled; of others hang up"
             )
@@ -179,9 +175,9 @@ class Responses:
         if body.previous_response_id is None:
             return None
         param = "previous_response_id"
-        record = (await self._stored.find(body.previous_response_id, scope, param)).value
+        record = await self._stored.find(body.previous_response_id, scope, param)
         if record.state is None:
-            status = record.body["status"]
+            status = record.body.status
             remedy = f"it is {status} and has no answer to go on from"
             raise InvalidParameter(param, record.id, remedy)
         return record.state
@@ -193,7 +189,7 @@ class Responses:
             return False
         try:
             info = await self._server.gateway.capsules.show(left.capsule, scope)
-        except (NotFound, LookupIncomplete):
+        except (NotFound, Unavailable):  # the whole conversation is here
             return False
         return not info.is_stale and info.boundary == left.num_tokens
 
@@ -210,17 +206,17 @@ class Responses:
         left = previous.left if previous is not None else None
         bound = await self._server.bound(planned.plan, left.capsule if left is not None else None)
         named = self._server.named(scope, bound)
+        name = conversation_of(body)
+        if talk is not None:
+            check_room(talk, len(planned.items), "conversation")
         begun = opening(
             body,
             f"{ID_PREFIX}{named.name.removeprefix('req_')}",
             int(self._server.clock()),
             self._server.model_name,
-            offered(body.tools) or [],
+            tools=offered(body.tools) or [],
+            conversation=name,
         )
-        name = conversation_of(body)
-        if talk is not None:
-            check_room(talk, len(planned.items), "conversation")
-            begun["conversation"] = {"id": name}
         writer = Writer(
             body,
             begun,
@@ -262,7 +258,7 @@ class Responses:
             run, self._stored, caller.visit, tenant=caller.tenant, streams=streams
         )
         answer = run.writer.shown
-        name = answer["id"]
+        name = answer.id
         self._background[name] = background
         background.start(self._tasks)
         background.life.add_done_callback(lambda _: self._background.pop(name))
@@ -295,8 +291,9 @@ class Responses:
         if record.gateway == self._peers.gateway:
             await self._end_here(record.id)
         else:
-            await self._peers.ask(record.gateway, _END, record.id, scope, wait_s=END_S)
-        found = (await self._stored.find(record.id, scope)).value
+            with suppress(PeerSilent):  # it may have gone meanwhile, or have ended it
+                await self._peers.ask(record.gateway, _END, record.id, scope, wait_s=END_S)
+        found = await self._stored.find(record.id, scope)
         if not found.is_over:
             raise Unavailable(
                 "the gateway that runs this response did not end it; retry in 1 s",
@@ -319,7 +316,7 @@ class Responses:
 
     async def _record(self, request: Request) -> Record:
         name = request.path_params["response"]
-        return (await self._stored.find(name, self._asking.scope(request))).value
+        return await self._stored.find(name, self._asking.scope(request))
 
     def _headers(self, request: Request, run: Run) -> dict[str, str]:
         return {"x-mallee-worker": run.worker} if caller_of(request).is_operator else {}

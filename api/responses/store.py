@@ -8,12 +8,12 @@ from typing import Any, Final
 import msgspec
 
 from mallee.api.entry.pages import Paging
-from mallee.api.responses.writing import failed, is_over
+from mallee.api.responses.writing import failed
 from mallee.api.text.conversation import Conversation, Function, Message
 from mallee.gateway.peers import Peers
 from mallee.gateway.store.copies import CopiedBucket
 from mallee.gateway.store.store import Entry, OtherLayout, Store, StoreAway
-from mallee.protocol.api.responses import ResponseSummary
+from mallee.protocol.api.responses import Response, ResponseSummary
 from mallee.protocol.errors import InvalidParameter, NotFound, Unavailable
 from mallee.protocol.ids import CapsuleId, Scope
 from mallee.runtime.config import ResponsesSettings
@@ -92,7 +92,7 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
     it can't be gone on from.
     """
 
-    body: dict[str, Any]
+    body: Response
     items: list[dict[str, Any]]
     gateway: str
     num_events: int | None = None
@@ -100,12 +100,11 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def id(self) -> str:
-        name: str = self.body["id"]
-        return name
+        return self.body.id
 
     @property
     def is_over(self) -> bool:
-        return is_over(self.body)
+        return self.body.is_over
 
 
 class StoredResponses:
@@ -137,7 +136,7 @@ class StoredResponses:
         if not self._store.is_up:
             raise StoreAway("the broker is away")
 
-    async def find(self, name: str, scope: Scope, param: str | None = None) -> Entry[Record]:
+    async def find(self, name: str, scope: Scope, param: str | None = None) -> Record:
         """The response as it is now; one whose gateway is gone has failed.
 
         Raises UnknownResponse, StoreAway.
@@ -148,7 +147,7 @@ class StoredResponses:
             entry = await self._whole.get(scope, name)
         if entry is None:
             raise UnknownResponse(name, param)
-        return entry
+        return entry.value
 
     async def put(self, scope: Scope, record: Record, *, at: int | None = None) -> int | None:
         """As `Bucket.put`, or its revision if it was put though that seemed to fail."""
@@ -157,12 +156,11 @@ class StoredResponses:
             entry = None
             with suppress(OtherLayout):
                 entry = await self._whole.get(scope, record.id)
-            if entry is None or entry.value.body["status"] != record.body["status"]:
+            if entry is None or entry.value.body.status != record.body.status:
                 return None
             revision = entry.revision
         if record.is_over:
-            summary = msgspec.convert(record.body, ResponseSummary)
-            self._summaries.append_soon(scope, record.id, _SUMMARY, summary)
+            self._summaries.append_soon(scope, record.id, _SUMMARY, _summary(record))
         return revision
 
     async def append(self, scope: Scope, name: str, number: int, events: list[bytes]) -> None:
@@ -197,10 +195,9 @@ class StoredResponses:
         if summary is not None:
             return summary
         try:
-            entry = await self.find(name, scope)
-        except UnknownResponse:
+            return _summary(await self.find(name, scope))
+        except UnknownResponse:  # it went meanwhile
             return None
-        return msgspec.convert(entry.value.body, ResponseSummary)
 
     def _is_lost(self, record: Record) -> bool:
         """Whether it runs nowhere, though it is not over."""
@@ -219,3 +216,7 @@ class StoredResponses:
         error = Unavailable("the gateway that ran this response is gone; send the request again")
         ended = Record(failed(record.body, error), record.items, record.gateway, num_events)
         await self.put(scope, ended, at=entry.revision)
+
+
+def _summary(record: Record) -> ResponseSummary:
+    return msgspec.convert(record.body, ResponseSummary, from_attributes=True)

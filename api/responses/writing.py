@@ -5,6 +5,7 @@ from typing import Any, Final
 import msgspec
 import xxhash
 from msgspec import to_builtins
+from msgspec.structs import replace
 
 from mallee.api.answers import MAX_CHANCES, UsageCounter, extras
 from mallee.api.deltas import (
@@ -27,7 +28,7 @@ from mallee.api.responses.tools import (
     shown_tools,
 )
 from mallee.api.text.conversation import Message, ToolCall, is_object, sound_arguments
-from mallee.protocol.api.responses import ResponseRequest
+from mallee.protocol.api.responses import Response, ResponseRequest
 from mallee.protocol.errors import MalleeError
 
 _ENDS: Final = {
@@ -40,20 +41,16 @@ _ENDS: Final = {
 _encoder = msgspec.json.Encoder()
 
 
-def is_over(body: dict[str, Any]) -> bool:
-    return body["status"] not in ("queued", "in_progress")
-
-
-def failed(body: dict[str, Any], error: MalleeError) -> dict[str, Any]:
+def failed(body: Response, error: MalleeError) -> Response:
     """The body of a response that ends by `error`."""
     code = "rate_limit_exceeded" if error.status == 429 else "server_error"
-    return {**body, "status": "failed", "error": {"code": code, "message": error.client_message}}
+    told = {"code": code, "message": error.client_message}
+    return replace(body, status="failed", error=told)
 
 
-def ending(body: dict[str, Any], number: int) -> dict[str, Any]:
+def ending(body: Response, number: int) -> dict[str, Any]:
     """The last event of a response, which is over and had `number` others."""
-    status = body["status"]
-    kind = "incomplete" if status == "cancelled" else status
+    kind = "incomplete" if body.status == "cancelled" else body.status
     return {"type": f"response.{kind}", "sequence_number": number, "response": body}
 
 
@@ -64,43 +61,42 @@ def sse(body: dict[str, Any]) -> bytes:
 
 
 def opening(
-    body: ResponseRequest, name: str, created: int, model: str, tools: list[dict[str, Any]]
-) -> dict[str, Any]:
-    """The body of a response that has begun; its fields are OpenAI's."""
-    text = body.text or {}
-    return {
-        "id": name,
-        "object": "response",
-        "created_at": created,
-        "status": "queued" if body.background else "in_progress",
-        "background": body.background,
-        "conversation": None,
-        "completed_at": None,
-        "error": None,
-        "incomplete_details": None,
-        "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
-        "max_tool_calls": body.max_tool_calls,
-        "model": model,
-        "output": [],
-        "parallel_tool_calls": body.parallel_tool_calls,
-        "previous_response_id": body.previous_response_id,
-        "prompt_cache_key": body.prompt_cache_key or None,
-        "reasoning": {"effort": None, "summary": None, **(body.reasoning or {})},
-        "safety_identifier": body.safety_identifier or None,
-        "service_tier": "default",
-        "store": body.store,
-        "temperature": body.temperature,
-        "text": {**text, "format": text.get("format") or {"type": "text"}},
-        "tool_choice": body.tool_choice or "auto",
-        "tools": [_declared(tool) for tool in tools],
-        "top_logprobs": body.top_logprobs,
-        "top_p": body.top_p,
-        "truncation": body.truncation,
-        "usage": None,
-        "user": body.user or None,
-        "metadata": body.metadata or {},
-    }
+    asked: ResponseRequest,
+    name: str,
+    created: int,
+    model: str,
+    *,
+    tools: list[dict[str, Any]],
+    conversation: str | None,
+) -> Response:
+    """The body of a response that has begun."""
+    text = asked.text or {}
+    return Response(
+        id=name,
+        created_at=created,
+        status="queued" if asked.background else "in_progress",
+        background=asked.background,
+        conversation=None if conversation is None else {"id": conversation},
+        instructions=asked.instructions,
+        max_output_tokens=asked.max_output_tokens,
+        max_tool_calls=asked.max_tool_calls,
+        model=model,
+        parallel_tool_calls=asked.parallel_tool_calls,
+        previous_response_id=asked.previous_response_id,
+        prompt_cache_key=asked.prompt_cache_key or None,
+        reasoning={"effort": None, "summary": None, **(asked.reasoning or {})},
+        safety_identifier=asked.safety_identifier or None,
+        store=asked.store,
+        temperature=asked.temperature,
+        text={**text, "format": text.get("format") or {"type": "text"}},
+        tool_choice=asked.tool_choice or "auto",
+        tools=[_declared(tool) for tool in tools],
+        top_logprobs=asked.top_logprobs,
+        top_p=asked.top_p,
+        truncation=asked.truncation,
+        user=asked.user or None,
+        metadata=asked.metadata or {},
+    )
 
 
 def _declared(tool: dict[str, Any]) -> dict[str, Any]:
@@ -117,7 +113,7 @@ class Writer:
     def __init__(
         self,
         body: ResponseRequest,
-        begun: dict[str, Any],
+        begun: Response,
         token_bytes: TokenBytes,
         *,
         names_workers: bool,
@@ -143,20 +139,19 @@ class Writer:
         return self._number
 
     @property
-    def shown(self) -> dict[str, Any]:
+    def shown(self) -> Response:
         """The body as it is now."""
-        return {**self.body, "output": [*self.output]}
+        return replace(self.body, output=[*self.output])
 
     @property
     def output(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self.body["output"]
-        return found
+        return self.body.output
 
     def begin(self) -> list[dict[str, Any]]:
         events = [self._about("response.created")]
-        if self.body["status"] == "queued":
+        if self.body.status == "queued":
             events.append(self._about("response.queued"))
-            self.body["status"] = "in_progress"
+            self.body = replace(self.body, status="in_progress")
         return [*events, self._about("response.in_progress")]
 
     def add(self, delta: TextDelta) -> list[dict[str, Any]]:
@@ -187,18 +182,17 @@ class Writer:
     def end(self, last: TextDelta, usage: UsageCounter, more: dict[str, Any], now: int) -> None:
         """Have the body say how it ended, after `finish`."""
         status = _ENDS.get(last.finish or "stop", "failed")
-        self._settle(status, usage)
-        self.body["mallee"] = {
-            **to_builtins(extras(last, names_workers=self._names_workers)),
-            **more,
-        }
+        told = {**to_builtins(extras(last, names_workers=self._names_workers)), **more}
         if self._dropped:
-            self.body["mallee"]["dropped_tools"] = self._dropped
-        if status == "completed":
-            self.body["completed_at"] = now
-        if status == "incomplete":
+            told["dropped_tools"] = self._dropped
+        self._settle(
+            status,
+            usage,
+            mallee=told,
+            completed_at=now if status == "completed" else None,
             # OpenAI's only word for an answer that was to be no longer; `ended_by` has ours.
-            self.body["incomplete_details"] = {"reason": "max_output_tokens"}
+            incomplete_details={"reason": "max_output_tokens"} if status == "incomplete" else None,
+        )
 
     def fail(self, error: MalleeError, usage: UsageCounter | None) -> list[dict[str, Any]]:
         """The events of an end by `error`, without the last."""
@@ -215,8 +209,8 @@ class Writer:
 
     def not_stored(self, error: MalleeError) -> None:
         """Have the body say that it is not stored, though it was to be."""
-        more = {**self.body.get("mallee", {}), "not_stored": error.client_message}
-        self.body |= {"store": False, "mallee": more}
+        told = {**(self.body.mallee or {}), "not_stored": error.client_message}
+        self.body = replace(self.body, store=False, mallee=told)
 
     def answer(self) -> tuple[Message, ...]:
         """The messages that the output is."""
@@ -233,10 +227,9 @@ class Writer:
                     calls.append(_call(item, arguments_of(item["input"])))
         return (Message("assistant", text, reasoning, tuple(calls)),)
 
-    def _settle(self, status: str, usage: UsageCounter | None) -> None:
-        self.body["status"] = status
-        if usage is not None:
-            self.body["usage"] = self._usage(usage)
+    def _settle(self, status: str, usage: UsageCounter | None, **more: Any) -> None:
+        counts = None if usage is None else self._usage(usage)
+        self.body = replace(self.body, status=status, usage=counts, **more)
 
     def _usage(self, usage: UsageCounter) -> dict[str, Any]:
         prompt, cached, completion = usage.counts
@@ -282,7 +275,7 @@ class Writer:
         return self._event(kind, response=self.shown)
 
     def _id(self, prefix: str) -> str:
-        seed = f"{self.body['id']}.{len(self.output)}"
+        seed = f"{self.body.id}.{len(self.output)}"
         return f"{prefix}_{xxhash.xxh3_128_hexdigest(seed.encode())}"
 
     def _item_place(self) -> dict[str, Any]:

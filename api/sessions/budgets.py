@@ -1,13 +1,10 @@
 """Budgets of sessions: given to one and all below it, for every gateway once the client is answered."""
 
-from msgspec import structs
-
-from mallee.api.branches.accounts import Budget
+from mallee.api.branches.accounts import Budget, BudgetView, ResourceView
 from mallee.api.branches.budgets import Budgets
 from mallee.gateway.gateway import Gateway
 from mallee.gateway.sessions.sessions import SessionView
 from mallee.protocol.api.sessions import Resource, SessionBudget
-from mallee.protocol.gateways.loans import BudgetView, ResourceView
 from mallee.protocol.ids import Scope, account_of
 
 
@@ -66,4 +63,4 @@ class SessionBudgets:
 
 
 def _resource(view: ResourceView | None) -> Resource | None:
-    return None if view is None else Resource(**structs.asdict(view))
+    return None if view is None else Resource(**view._asdict())

@@ -26,7 +26,7 @@ _SCOPE_NBYTES: Final = 16
 # With its account, the number of a part of the request (one that went on elsewhere has), and of a branch.
 _ID: Final = re.compile(
     rf"req_([0-9a-f]{{{2 * (_MARK_NBYTES + _RANDOM_NBYTES)}}})([0-9a-f]{{{2 * _TAG_NBYTES}}})"
-    r"(~[0-9a-f]{16})?(?:-[0-9]{1,9})?(?:\.[0-9]{1,9})?",
+    r"(~[0-9a-f]{16}(?:[0-9a-f]{16})?)?(?:-[0-9]{1,9})?(?:\.[0-9]{1,9})?",
     re.ASCII,
 )
 

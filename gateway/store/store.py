@@ -15,9 +15,9 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Container, Iterator
+from collections.abc import AsyncGenerator, Callable, Container, Coroutine, Iterator
 from contextlib import aclosing, contextmanager
-from typing import Final, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -92,6 +92,7 @@ class StoreTerms(NamedTuple):
     """Terms of the buckets at the broker, whose names begin with the store's."""
 
     name: str
+    max_nbytes: int = 256 << 20  # of a bucket that has no bound of its own
     is_in_memory: bool = False
     num_replicas: int = 1
 
@@ -116,6 +117,7 @@ class Store:
         self._sent: dict[tuple[str, str], Write] = {}  # under way
         self._nbytes = 0  # of both
         self._settling: dict[tuple[str, str], asyncio.Event] = {}  # that are waited for
+        self._num_changing = 0
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self.num_refused = 0  # writes that found no room
@@ -129,7 +131,7 @@ class Store:
     @property
     def num_waiting(self) -> int:
         """Writes that are not in the store yet."""
-        return len(self._waiting) + len(self._sent)
+        return len(self._waiting) + len(self._sent) + self._num_changing
 
     @property
     def waiting_nbytes(self) -> int:
@@ -142,7 +144,7 @@ class Store:
         *,
         version: int,
         ttl_s: float,
-        max_nbytes: int,
+        max_nbytes: int | None = None,
         is_json: bool = False,
     ) -> "Bucket[T]":
         """The bucket of values of one kind. `version` (below 256) is that of the kind's layout.
@@ -152,7 +154,7 @@ class Store:
         spec = BucketSpec(
             name=self._subjects.bucket(name),
             ttl_s=ttl_s,
-            max_nbytes=max_nbytes,
+            max_nbytes=max_nbytes or self._terms.max_nbytes,
             is_in_memory=self._terms.is_in_memory,
             num_replicas=self._terms.num_replicas,
         )
@@ -196,6 +198,16 @@ class Store:
         if not await self.flush(wait_s if self.is_up else 0.0):
             log.warning("%d writes did not reach the gateways' store", self.num_waiting)
         await self.tasks.close()
+
+    def spawn(self, change: Coroutine[Any, Any, None], name: str) -> None:
+        """Run what reads a value and puts it changed, which counts as a write that waits."""
+        self._num_changing += 1
+        self._is_idle.clear()
+        self.tasks.spawn(change, name=name).add_done_callback(self._changed)
+
+    def _changed(self, _: asyncio.Task[None]) -> None:
+        self._num_changing -= 1
+        self._begin()
 
     def pending(self, spec: BucketSpec, key: str) -> Write | None:
         """The last write of a key that is not known to be in the store yet."""

@@ -214,25 +214,25 @@ class Response(Body, frozen=True, kw_only=True):
     """
 
     id: str
-    object: Literal["response"]
+    object: Literal["response"] = "response"
     created_at: int
-    completed_at: int | None
+    completed_at: int | None = None
     status: ResponseStatus
     background: bool
-    conversation: dict[str, str] | None
-    error: dict[str, Any] | None
-    incomplete_details: dict[str, Any] | None
+    conversation: dict[str, str] | None = None
+    error: dict[str, Any] | None = None
+    incomplete_details: dict[str, Any] | None = None
     instructions: str | None
     max_output_tokens: int | None
     max_tool_calls: int | None
     model: str
-    output: list[dict[str, Any]]
+    output: list[dict[str, Any]] = msgspec.field(default_factory=list)
     parallel_tool_calls: bool
     previous_response_id: str | None
     prompt_cache_key: str | None
     reasoning: dict[str, Any]
     safety_identifier: str | None
-    service_tier: str
+    service_tier: str = "default"
     store: bool
     temperature: float
     text: dict[str, Any]
@@ -241,10 +241,14 @@ class Response(Body, frozen=True, kw_only=True):
     top_logprobs: int
     top_p: float
     truncation: str
-    usage: dict[str, Any] | None
+    usage: dict[str, Any] | None = None
     user: str | None
     metadata: dict[str, Any]
     mallee: dict[str, Any] = OMITTED
+
+    @property
+    def is_over(self) -> bool:
+        return self.status not in ("queued", "in_progress")
 
 
 class ResponseSummary(Body, frozen=True, kw_only=True):

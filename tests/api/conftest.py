@@ -239,7 +239,10 @@ class FakeService:
     @property
     def context(self) -> Any:
         return SimpleNamespace(
-            model=self.model, metrics=self.gateway_metrics, wall_clock=lambda: CREATED + 5.5
+            gateway="g0",
+            model=self.model,
+            metrics=self.gateway_metrics,
+            wall_clock=lambda: CREATED + 5.5,
         )
 
     @property

@@ -12,14 +12,18 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
+import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mallee.gateway.gateway import Gateway
 from support.live_fleet import LiveFleet
+from support.plain_ids import scopes_at
 from support.waiting import until
 
 IS_ON: Final = os.environ.get("ANY_GATEWAY") == "1"
-NUM_GATEWAYS: Final = 3
+one_gateway: Final = pytest.mark.skipif(IS_ON, reason="it looks at the counts of one gateway")
+OPTIONS: Final[dict[str, Any]] = {"gateways": 3, "syncs": True, "ids": scopes_at}
+"""Of a fleet for it."""
 LIFE_S: Final = 2.0
 WAIT_S: Final = 10.0  # for a new gateway to know the fleet
 
@@ -88,8 +92,3 @@ async def any_gateway(
     finally:
         replacing.cancel()
         await asyncio.wait([replacing])
-
-
-def options_of(options: dict[str, Any], ids: Any) -> dict[str, Any]:
-    """Options of a fleet for it."""
-    return {**options, "gateways": NUM_GATEWAYS, "syncs": True, "ids": ids}

@@ -122,6 +122,7 @@ class LiveFleet:
         self.routers: list[Router] = []
         self.buses: list[Bus] = []
         self.lives = count(1)
+        self._gateway_numbers = count()
 
     async def bus(self, role: BusRole) -> Bus:
         bus = LocalBus(self.hub) if self.make_bus is None else self.make_bus(role)
@@ -157,7 +158,7 @@ class LiveFleet:
         return host
 
     async def add_gateway(self) -> Gateway:
-        name = f"g{len(self.gateways)}"
+        name = f"g{next(self._gateway_numbers)}"
         outbox = Outbox(name, Incarnation(1)) if self.syncs else None
         clock = self.clock_of(name)
         router = Router(self.routing, clock=clock, outbox=outbox)

@@ -2,15 +2,18 @@
 
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, NamedTuple
 
 import httpx
+from starlette.applications import Starlette
 
+from mallee.gateway.gateway import Gateway
 from mallee.router.config import RouterConfig
 from mallee.testing.bus import LocalBus
 from mallee.testing.random_model import RandomModel
-from support.live_api import served
+from support.any_gateway import IS_ON, OPTIONS, any_gateway
+from support.live_api import api_over, served, serving
 from support.live_fleet import LiveFleet, running
 from support.plain_ids import scopes_at
 from support.torch_threads import torch_threads
@@ -51,14 +54,23 @@ async def tiny_api(
 ) -> AsyncIterator[tuple[httpx.AsyncClient, LiveFleet]]:
     """A client of the first gateway; at the end engines and gateway are whole. As `tiny_fleet`.
 
-    `settings` are of `served`.
+    Or of any gateway (`any_gateway.IS_ON`). `settings` are of `api_over`.
     """
-    async with (
-        tiny_fleet(model, workers, **options) as fleet,
-        served(fleet.gateways[0], **settings or {}) as (url, _),
-        httpx.AsyncClient(base_url=url, timeout=30) as client,
-    ):
-        yield client, fleet
+    if IS_ON:
+        options |= OPTIONS
+
+    def make_app(gateway: Gateway) -> Starlette:
+        return api_over(gateway, **settings or {})
+
+    async with tiny_fleet(model, workers, **options) as fleet, AsyncExitStack() as stack:
+        app: Any = None
+        if IS_ON:
+            await until(lambda: all(len(each.peers.others) == 2 for each in fleet.gateways))
+            app = await stack.enter_async_context(any_gateway(fleet, make_app))
+        else:
+            app = make_app(fleet.gateways[0])
+        url, _ = await stack.enter_async_context(serving(app))
+        yield await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=30)), fleet
         for engine in fleet.engines.values():
             engine.check()
         fleet.gateways[0].check()

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 from mallee.api.responses.conversations import Talk
 from mallee.api.responses.store import Left, Record, State
+from mallee.api.responses.writing import opening
 from mallee.api.text.chat import ChatTemplate
 from mallee.api.text.conversation import Conversation, Function, Message, ToolCall
 from mallee.api.text.families import FAMILIES
+from mallee.protocol.api.responses import ResponseRequest
 from mallee.protocol.codec import Decoder
 from mallee.protocol.errors import CodecError
 from mallee.protocol.ids import CapsuleId
@@ -200,6 +202,31 @@ async def test_what_runs_in_the_background_fails_within_5_s_when_its_gateway_die
         assert (await b.responses.cancel(name)).status == "failed"
 
 
+@pytest.mark.parametrize("is_dead", [False, True])
+async def test_what_a_silent_gateway_runs_is_not_said_to_be_ended_until_it_is(
+    monkeypatch: pytest.MonkeyPatch, is_dead: bool
+) -> None:
+    """503 while it lives; once it is gone the response has failed."""
+    async with two_clients() as (a, b, fleet, _):
+        queued = await a.responses.create(model="m", input="hi", **LONG)
+
+        async def never(name: str, scope: Any, given: bytes) -> bytes | None:
+            await asyncio.Event().wait()
+            return None
+
+        if is_dead:
+            kill_gateway(fleet, 0)
+            assert (await b.responses.cancel(queued.id)).status == "failed"
+            await b.responses.delete(queued.id)
+        else:
+            monkeypatch.setattr("mallee.api.responses.room.END_S", 0.1)
+            fleet.gateways[0].peers.share("response.end", never)
+            for call in (b.responses.cancel, b.responses.delete):
+                with pytest.raises(openai.InternalServerError, match="did not end it"):
+                    await call(queued.id)
+            assert (await a.responses.cancel(queued.id)).status == "cancelled"
+
+
 async def test_a_gateway_that_closes_says_that_its_background_responses_failed() -> None:
     async with two_clients() as (a, b, fleet, _):
         queued = await a.responses.create(model="m", input="hi", **LONG)
@@ -309,7 +336,8 @@ def record() -> Record:
         (Message("system", "Be brief."),), (Function("look", "", {"a": [1]}),), {"date": "today"}
     )
     left = Left(CapsuleId("req_1.0"), 7, pack_tokens([1, 2, 3]), 5, 0)
-    return Record({"id": "resp_1"}, [{"type": "x"}], "g0", None, State.of(head, turns, left))
+    body = opening(ResponseRequest(input="hi"), "resp_1", 1, "m", tools=[], conversation=None)
+    return Record(body, [{"type": "x"}], "g0", None, State.of(head, turns, left))
 
 
 decode = Decoder(Record, "a response", is_json=True)

@@ -199,18 +199,26 @@ async def test_a_budget_is_refused_while_the_store_is_away() -> None:
         assert num(await ask(s.a, "s")) == 10
 
 
-async def test_a_session_whose_keeper_is_gone_takes_a_new_budget() -> None:
-    """X19, part: it is refused until then, and says so."""
+async def test_a_session_s_budget_outlives_its_gateway() -> None:
+    """X24, part: what was spent stays spent at the others, until the store has forgotten it."""
     async with two_gateways(MODEL) as s:
         await put(s.a, "s", budget={"tokens": 50})
         assert num(await ask(s.a, "s", 5)) == 5
-        s.bus_of(0).is_mute = True
-        await until(lambda: len(s.fleet.gateways[1].records._others()) == 0, timeout_s=10)
+        s.bus_of(0).signals.set_up(False)
+        await until_asked(lambda: _shows(s.b, (5, 0, 45)))
+        assert num(await ask(s.b, "s", 20)) == 20
+        kept = s.fleet.hub.kept.buckets["mallee_test_budgets"]
+        kept.clear()
         assert code(await ask(s.b, "s")) == (409, "budget_spent")
         shown = await budget_of(s.b, "s")
         assert shown == {"kept": False, "tokens": None, "branches": None, "wall_s": None}
+        s.bus_of(0).signals.set_up(True)
         await put(s.b, "s", budget={"tokens": 20})
         assert num(await ask(s.b, "s")) == 20
+
+
+async def _shows(client: httpx.AsyncClient, expected: tuple[int, int, int]) -> bool:
+    return await tokens_of(client, "s") == expected
 
 
 async def test_the_sdk_gives_sessions_budgets() -> None:

@@ -18,6 +18,7 @@ from mallee.client import AsyncMallee, Mallee, NotFound, Session, UnknownCapsule
 from mallee.protocol.api.shared import MAX_SESSION, AnyRequest, Extras
 from mallee.protocol.errors import InvalidParameter
 from mallee.testing.random_model import random_model
+from support.any_gateway import one_gateway
 from support.live_api import served
 from support.tiny_fleet import post, tiny_api, tiny_fleet, two_gateways
 from support.waiting import until, until_asked
@@ -90,6 +91,7 @@ async def test_a_conversation_is_a_tree_of_capsules() -> None:
         assert left == []
 
 
+@one_gateway
 async def test_an_answer_that_a_stop_string_ends_leaves_its_capsule_in_its_session() -> None:
     """F31, part: it is counted as stopped, and goes with the session."""
     async with tiny_api(MODEL, 1) as (client, _):
