@@ -8,7 +8,8 @@ from mallee.gateway.peers import Peers
 from mallee.gateway.recording.recorder import Recorder
 from mallee.gateway.records import SharedRecords
 from mallee.gateway.requests.requests import Requests
-from mallee.gateway.sessions.sessions import GatewaySessions, SessionLimits
+from mallee.gateway.sessions.copies import SessionLimits
+from mallee.gateway.sessions.sessions import GatewaySessions
 from mallee.gateway.shell import GatewayContext, Shell
 from mallee.gateway.store.store import Store, StoreTerms
 from mallee.router.dispatch.dispatcher import DispatchConfig, Dispatcher
@@ -86,7 +87,12 @@ class Gateway:
         )
         self.capsules: Final = Capsules(context, self.shell, self.store, self.peers, memory, files)
         self.sessions: Final = GatewaySessions(
-            context, self.shell, self.capsules, self.records, sessions or SessionLimits()
+            context,
+            self.shell,
+            self.capsules,
+            self.store,
+            self.peers,
+            sessions or SessionLimits(),
         )
         self.requests: Final = Requests(
             context,

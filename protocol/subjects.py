@@ -19,8 +19,6 @@ mallee.{fleet}.records.asks                  RecordAsk, published by a gateway
 mallee.{fleet}.records.told.{gateway}        RecordTold, published for that gateway by the others
 mallee.{fleet}.records.forgotten             RecordForgotten, published by a gateway
 mallee.{fleet}.records.copied                RecordCopied, published by a gateway
-mallee.{fleet}.sessions.asks                 SessionsAsk, published by a gateway that comes
-mallee.{fleet}.sessions.told                 SessionNotes, published by a gateway
 mallee.{fleet}.inbox.>                       answers to requests, which gateways alone make
 
 What gateways keep is in streams of JetStream, `KV_mallee_{fleet}_{bucket}`, as NATS's key-value has them.
@@ -37,7 +35,7 @@ BusRole: TypeAlias = Literal["gateway", "worker"]
 
 BUCKETS: Final = (
     *("answers", "budgets", "conversations", "events", "items", "quotas", "responses", "sessions"),
-    "texts",
+    *("sessions_closed", "texts"),
 )
 """The buckets of the gateways' store."""
 
@@ -115,12 +113,6 @@ class Subjects(NamedTuple):
     def records_copied(self) -> str:
         return f"{self.root}.records.copied"
 
-    def sessions_asks(self) -> str:
-        return f"{self.root}.sessions.asks"
-
-    def sessions_told(self) -> str:
-        return f"{self.root}.sessions.told"
-
     def bucket(self, name: str) -> str:
         """The name of a bucket at the broker."""
         assert name in BUCKETS, f"{name}: gateways may use {BUCKETS} alone"
@@ -153,7 +145,6 @@ class Subjects(NamedTuple):
             *(self.bookings(), self.bookings_snapshot(), self.peers()),
             *(self.record_asks(), self.record_told(), self.records_forgotten()),
             self.records_copied(),
-            *(self.sessions_asks(), self.sessions_told()),
         )
         kept = [each for name in BUCKETS for each in self._kept(self.bucket(name))]
         return Permissions(

@@ -219,7 +219,7 @@ class FakeService:
             belongs=SCOPES.belongs,
         )
         self.requests = self.operator = self
-        self.sessions = SimpleNamespace(budget=lambda session, scope, parent: "")  # none has one
+        self.sessions = SimpleNamespace(budget=self.no_budget)
         self.started = threading.Event()
         self.closed = threading.Event()  # every stream started so far
         self.reset()
@@ -251,6 +251,9 @@ class FakeService:
 
     def new_name(self, scope: Scope, account: str = "") -> RequestId:
         return SCOPES.new(scope, account)
+
+    async def no_budget(self, session: str, scope: Scope, parent: str) -> str:
+        return ""
 
     async def start(
         self,
