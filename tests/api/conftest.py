@@ -30,7 +30,6 @@ from mallee.gateway.capsules.capsules import CapsuleInfo
 from mallee.gateway.metrics import GatewayMetrics
 from mallee.gateway.operator import decisions_body, workers_body
 from mallee.gateway.peers import Peers
-from mallee.gateway.records import SharedRecords
 from mallee.gateway.requests.deltas import Delta
 from mallee.gateway.requests.lives import BranchLife
 from mallee.gateway.requests.observers import Observer
@@ -210,13 +209,6 @@ class FakeService:
             others=lambda: None,
             ids=SCOPES,
             clock=lambda: 0.0,
-        )
-        self.records = SharedRecords(
-            self.bus,
-            gateway="g0",
-            fleet="test",
-            others=lambda: None,
-            belongs=SCOPES.belongs,
         )
         self.requests = self.operator = self
         self.sessions = SimpleNamespace(budget=self.no_budget)
