@@ -181,6 +181,10 @@ class StoredResponses:
 
     async def delete(self, scope: Scope, name: str) -> None:
         """Returns once it is gone everywhere. Raises StoreAway."""
+        if self._summaries.is_waiting(scope, name, _SUMMARY):
+            self._summaries.remove_soon(
+                scope, name, _SUMMARY
+            )  # else it would come after the delete
         await self._whole.delete(scope, name)
         await self.events.delete(scope, name)
 
