@@ -33,7 +33,6 @@ GONE_S: Final = 5.0  # for which a gateway is not heard of
 AHEAD: Final = 20  # the part of a limit that all gateways together take ahead
 LAYOUT: Final = 1
 TTL_S: Final = 7 * 86_400.0
-MAX_NBYTES: Final = 16 << 20
 
 REQUESTS: Final = "requests per minute"
 TOKENS: Final = "tokens per minute"
@@ -144,9 +143,7 @@ class Shared:
         self.others = others
         self.clock = clock
         self._missing: dict[str, float] = {}  # holders, since when
-        self.bucket: Bucket[Quota] = store.bucket(
-            "quotas", Quota, version=LAYOUT, ttl_s=TTL_S, max_nbytes=MAX_NBYTES
-        )
+        self.bucket: Bucket[Quota] = store.bucket("quotas", Quota, version=LAYOUT, ttl_s=TTL_S)
 
     @cached_property
     def holder(self) -> str:
