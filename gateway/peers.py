@@ -6,6 +6,7 @@ has ended is in the store (`gateway.store`), where nobody has to be asked.
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection
 from typing import Final, TypeAlias
 
@@ -66,6 +67,7 @@ class Peers:
         self._clock = clock
         self._settled_at = math.inf
         self._answers: dict[str, Answer] = {}
+        self.outcomes: Counter[str] = Counter()  # of questions: found, unknown, unanswered
 
     async def start_up(self) -> None:
         """Answer from now on. Doesn't wait for the broker."""
@@ -78,13 +80,15 @@ class Peers:
         """The other gateways that live, as far as is known."""
         return self._others() or ()
 
+    @property
+    def knows_all(self) -> bool:
+        """Whether `others` has every gateway that lives, but for one that has just begun."""
+        return self._others() is None or self._clock() >= self._settled_at
+
     def is_gone(self, gateway: str) -> bool:
         """Whether it is certain that another gateway lives no more."""
-        others = self._others()
-        if others is None:
-            return gateway != self.gateway
-        is_heard = gateway in others or gateway == self.gateway
-        return not is_heard and self._clock() >= self._settled_at
+        is_heard = gateway in self.others or gateway == self.gateway
+        return not is_heard and self.knows_all
 
     @property
     def is_alone(self) -> bool:
@@ -113,12 +117,16 @@ class Peers:
         try:
             raw = await self._bus.request(self._subjects.peers(gateway), asked, wait_s)
         except TimeoutError as error:
+            self.outcomes["unanswered"] += 1
             raise PeerSilent(f"none in {wait_s:g} s") from error
         except ConnectionError as error:
-            if self._bus.is_up:
-                return None
-            raise PeerSilent("the broker is away") from error
-        told = decode_peer_told(raw)
+            if not self._bus.is_up:
+                self.outcomes["unanswered"] += 1
+                raise PeerSilent("the broker is away") from error
+            told = PeerTold()
+        else:
+            told = decode_peer_told(raw)
+        self.outcomes["unknown" if told == PeerTold() else "found"] += 1
         if told.error is not None:
             raise from_wire(told.error)
         return told.answer

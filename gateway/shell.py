@@ -6,7 +6,7 @@ replay drives in virtual time; NATS feeds the router but is never on the path of
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Final, NamedTuple, Protocol
 
@@ -60,6 +60,21 @@ class RequestIds(Protocol):
         ...
 
 
+class Keeper(Protocol):
+    """Knows the capsules that outlive their gateways."""
+
+    async def check(self, capsule: CapsuleId, scope: Scope) -> None:
+        """Raises the error of one that must not be computed again."""
+        ...
+
+    async def adopt(self, worker: WorkerId) -> None:
+        """Have the texts of kept capsules there that no gateway which lives has made.
+
+        Soon, and if it is this gateway's turn: the first of all by name.
+        """
+        ...
+
+
 class GatewayContext(NamedTuple):
     """Everything that all parts of one gateway share.
 
@@ -106,8 +121,7 @@ class Shell:
             clock=context.clock,
         )
         self.questions = WorkerQuestions(self.links)
-        self.check_missing: Callable[[CapsuleId, Scope], Awaitable[None]]
-        """Raises the error of a capsule that must not be computed again; set by `Capsules`."""
+        self.keeper: Keeper  # of this gateway's capsules, which are made after it
 
     def check_open(self) -> None:
         """Raises Unavailable, once this gateway closes."""
@@ -167,8 +181,15 @@ class Shell:
         self.carry_out()
 
     def on_drain(self, worker: WorkerId) -> None:
-        self.dispatcher.on_draining(worker)
-        self.carry_out()
+        self.tasks.spawn(self._drain(worker), name="a worker that drains")
+
+    async def _drain(self, worker: WorkerId) -> None:
+        before = self._context.router.worker(worker)
+        await self.keeper.adopt(worker)
+        view = self._context.router.worker(worker)
+        if before is not None and view is not None and view.incarnation == before.incarnation:
+            self.dispatcher.on_draining(worker)
+            self.carry_out()
 
     def on_change(self, worker: WorkerId) -> None:
         self.dispatcher.on_room(worker)
@@ -267,7 +288,7 @@ class Shell:
         """Tell the dispatcher whether a capsule may be computed again."""
         error: MalleeError | None = None
         try:
-            await self.check_missing(missing.capsule, missing.scope)
+            await self.keeper.check(missing.capsule, missing.scope)
         except MalleeError as refusal:
             error = refusal
         self.dispatcher.confirm(missing.capsule, error)

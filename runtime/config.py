@@ -360,10 +360,10 @@ class ChatSettings(Settings):
 
 
 class SessionSettings(Settings):
-    """Sessions of clients, which every gateway remembers as trees of capsules."""
+    """Sessions of clients, which all gateways keep in the store as trees of capsules."""
 
     max_nodes: int = Field(default=65_536, ge=2)
-    """Sessions and their capsules that a gateway remembers, at about 500 bytes each. Of more,
+    """Sessions and their capsules of which a gateway has copies, at about 500 bytes each. Of more,
     the tenant that has the most loses what it used longest ago."""
     ttl_s: Positive = 86_400.0
     """Seconds without a request until a session is forgotten. Its capsules live as they do."""

@@ -97,7 +97,7 @@ class Responses:
             )
 
         planned = await self._asking.make(request, asked, plan)
-        run = self._run(request, asked, planned, previous, talk, plan_whole)
+        run = await self._run(request, asked, planned, previous, talk, plan_whole)
         if body.background:
             return await self._in_background(request, run, streams=body.stream)
         run.admit(caller_of(request).visit)
@@ -193,7 +193,7 @@ class Responses:
             return False
         return not info.is_stale and info.boundary == left.num_tokens
 
-    def _run(
+    async def _run(
         self,
         request: Request,
         asked: Asked[ResponseRequest],
@@ -204,7 +204,7 @@ class Responses:
     ) -> Run:
         body, scope = asked.body, asked.scope
         left = previous.left if previous is not None else None
-        bound = self._server.bound(planned.plan, left.capsule if left is not None else None)
+        bound = await self._server.bound(planned.plan, left.capsule if left is not None else None)
         named = self._server.named(scope, bound)
         name = conversation_of(body)
         if talk is not None:

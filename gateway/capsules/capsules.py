@@ -58,6 +58,7 @@ from mallee.router.index.capsules import CapsuleEntry
 
 INSPECT_S: Final = 2.0  # for a worker to tell of a capsule; later it is shown without
 PROMISE_S: Final = 60.0  # for a worker to begin a capsule that another gateway has promised
+ADOPT_S: Final = 2.0  # for the texts of a draining worker's capsules
 CHANGE_S: Final = 5.0  # of them, in one question
 _STATE: Final = "capsule"
 _RELEASED: Final = "capsule.released"
@@ -127,7 +128,7 @@ class Capsules:
         self._memory = memory
         self._files = files
         self._observers: list[Observer] = []
-        shell.check_missing = self.texts.check
+        shell.keeper = self
         peers.share(_STATE, self._tell_state)
         peers.share(_RELEASED, self._hear_released)
 
@@ -271,6 +272,8 @@ class Capsules:
     async def _find_stored(self, capsule: CapsuleId, scope: Scope) -> CapsuleInfo:
         """A capsule of which the store alone may know: its gateway is gone, or has forgotten it."""
         text = await self.texts.read(capsule, scope)
+        if not self._peers.knows_all:
+            raise LookupIncomplete("not all other gateways are known yet")
         if not all(worker.is_whole for worker in self._router.all_workers()):
             raise LookupIncomplete("not all workers have told yet what they have")
         if text is not None and (
@@ -451,6 +454,27 @@ class Capsules:
     def _served(self) -> ModelSpec:
         """The model with the weights that serve now."""
         return structs.replace(self._context.model, weights=self._router.weights)
+
+    # What outlives its gateway: `shell.Keeper`
+
+    async def check(self, capsule: CapsuleId, scope: Scope) -> None:
+        await self.texts.check(capsule, scope)
+
+    async def adopt(self, worker: WorkerId) -> None:
+        own, others = self._context.gateway, self._peers.others
+        if not self._peers.knows_all or own > min(others, default=own):
+            return
+        made_at = self._context.ids.made_at
+        left = [
+            self._router.capsule(capsule)
+            for capsule in self._router.capsules_of(worker)
+            if not any(made_at(capsule, other) for other in others)
+        ]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ADOPT_S):
+                for entry in left:
+                    with suppress(MalleeError):
+                        await self.texts.adopt(entry.capsule, entry.scope)
 
     # Other gateways
 

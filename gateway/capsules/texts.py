@@ -161,6 +161,11 @@ class CapsuleTexts:
         self._take(capsule, rest[0][1], path)
         return rest[0][1]
 
+    async def adopt(self, capsule: CapsuleId, scope: Scope) -> None:
+        """As `fetch`, of one that this gateway makes again from now on if its worker drains."""
+        if await self.fetch(capsule, scope) and (entry := self._memory.get(capsule)) is not None:
+            self._memory.keep(capsule, entry._replace(is_own=True), is_stored=True)
+
     def want(self, capsule: CapsuleId, scope: Scope) -> None:
         """As `fetch`, in the background: the text will be needed if the capsule's worker is lost."""
         if capsule not in self._memory and capsule not in self._wanted:

@@ -205,13 +205,14 @@ class LiveFleet:
 
 @asynccontextmanager
 async def running(made: LiveFleet, workers: int, gateways: int = 1) -> AsyncIterator[LiveFleet]:
-    """The fleet with its gateways and workers w0, w1, ..., which every gateway knows."""
+    """The fleet with its gateways and workers w0, w1, ..., all of which every gateway knows."""
     try:
         for _ in range(gateways):
             await made.add_gateway()
         for i in range(workers):
             await made.add_worker(f"w{i}")
         await made.ready(workers)
+        await until(lambda: all(gateway.peers.knows_all for gateway in made.gateways))
         yield made
     finally:
         await made.close()

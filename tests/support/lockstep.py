@@ -36,6 +36,7 @@ from mallee.router.dispatch.effects import (
     Ended,
     Failed,
     LetGo,
+    Missing,
     Placed,
     Rebuilt,
     Refused,
@@ -104,6 +105,8 @@ class Decisions:
                     self._ended(request)
             case LetGo(worker=worker):
                 entry = ("let go", worker)
+            case Missing(capsule=capsule):
+                entry = ("missing", capsule)
             case Rebuilt(capsule=capsule, source=source, worker=worker):
                 entry = ("rebuilt", capsule, source, worker)
             case _:
@@ -330,7 +333,8 @@ class LiveGateway:
             return  # it is pushed out, or went with its worker
         self.service.shell.links.send(worker, Release(capsule))
         self.router.forget_capsule(capsule)
-        self.service.capsules.texts.forget(capsule, COMMON)
+        self.service.capsules._abandon(capsule)
+        self.service.tasks.spawn(self.service.capsules.texts.release(capsule, COMMON))
 
 
 class LiveWorld:

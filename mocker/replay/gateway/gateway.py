@@ -21,6 +21,7 @@ from mallee.router.dispatch.effects import (
     Ended,
     Failed,
     LetGo,
+    Missing,
     Placed,
     Rebuilt,
     Refused,
@@ -35,6 +36,7 @@ _CONFIG: Final = DispatchConfig(
     AdmissionConfig(_UNLIMITED, _UNLIMITED, max_wait_s=1e12, max_idle_tenants=65_536),
     recheck_s=None,
     can_convict=False,
+    asks_first=True,
 )
 """A replay drops no request, all room is announced, and its workers die of faults alone."""
 
@@ -195,6 +197,9 @@ class Gateway:
                     self._recorder.over(effect.request)
                 elif type(effect) is LetGo:
                     let_go.append(effect.worker)
+                elif type(effect) is Missing:  # nobody else releases it
+                    self._dispatcher.confirm(effect.capsule, None)
+                    self._has_more = True
                 elif type(effect) is Rebuilt:  # a replay makes nothing durable by itself
                     self._dispatcher.secured(effect.source, effect.capsule)
                 else:
