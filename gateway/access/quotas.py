@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 MINUTE_S: Final = 60.0
 AGAIN_S: Final = 0.1  # before a limit that was used up is looked at again
+PAUSE_S: Final = 0.02  # in which what has just ended at another gateway comes back
 GONE_S: Final = 5.0  # for which a gateway is not heard of
 AHEAD: Final = 20  # the part of a limit that all gateways together take ahead
 LAYOUT: Final = 1
@@ -238,6 +239,9 @@ class Use:
                 return
             try:
                 await self._lease(shared, wanted)
+                if any(not part.is_rate for part in self._lacking(need)):
+                    await asyncio.sleep(PAUSE_S)
+                    await self._lease(shared, wanted)
             except Unavailable:
                 if self._lacking(need):
                     raise
@@ -315,14 +319,16 @@ class Use:
     async def _tell(self, shared: Shared, need: Mapping[str, float]) -> None:
         try:
             while True:
-                await asyncio.sleep(AGAIN_S)  # for all that ends meanwhile
                 async with self._turn:
                     try:
                         await self._lease(shared, need)
                     except Unavailable as error:
-                        log.info("the quota of a key was not told: %s", error)
-                    else:
-                        return
+                        log.debug("the quota of a key was not told: %s", error)
+                told = [part for part in self._parts.values() if part.is_limited]
+                if not any(part.is_to_tell for part in told):
+                    return
+                need = {}
+                await asyncio.sleep(AGAIN_S)  # for all that is used or ends meanwhile
         finally:
             self._is_telling = False
 
