@@ -308,7 +308,7 @@ async def build_gateway(
     # Lazily: numba and a tokenizer library, which workers don't need.
     from mallee.gateway.gateway import Gateway
     from mallee.gateway.metrics import GatewayMetrics
-    from mallee.gateway.sessions.sessions import SessionLimits
+    from mallee.gateway.sessions.copies import SessionLimits
     from mallee.gateway.shell import GatewayContext
     from mallee.gateway.store.store import StoreTerms
 
@@ -338,6 +338,7 @@ async def build_gateway(
         sessions=SessionLimits(config.sessions.max_nodes, config.sessions.ttl_s),
         store=StoreTerms(
             name=config.store.name or config.fleet,
+            max_nbytes=config.store.max_mib << 20,
             is_in_memory=config.store.storage == "memory",
             num_replicas=config.store.replicas,
         ),

@@ -139,10 +139,10 @@ def extras(
     delta: TextDelta, injected: Sequence[tuple[int, int]] = (), *, names_workers: bool
 ) -> ChoiceExtras:
     """The `mallee` object of a choice, known at its end; a failed branch has its error."""
-    accepted = rejected = OMITTED
+    accepted = rejected = retain = error = score = score_error = OMITTED
+    ended_by: Any = delta.ended_by or OMITTED
     if delta.drafts is not None:
         accepted, rejected = prediction_tokens(delta.drafts)
-    retain = error = score = score_error = ended_by = OMITTED
     if (kept := delta.retained) is not None:
         retain = Retained(
             outcome=outcome_of(kept), asked_bytes=kept.asked_nbytes, bytes=kept.nbytes
@@ -151,8 +151,6 @@ def extras(
         score, score_error = delta.scored.score, delta.scored.error or OMITTED
     if delta.error is not None:
         error = Failure(message=delta.error.client_message, code=delta.error.code)
-    if delta.ended_by:
-        ended_by = delta.ended_by
     return ChoiceExtras(
         worker=delta.worker if names_workers else None,
         capsule=delta.capsule,

@@ -56,6 +56,7 @@ from mallee.api.text.tokenizer import Tokenizer
 from mallee.api.tokenizing import Tokenizing
 from mallee.api.ui.handlers import UiHandlers
 from mallee.gateway.access.access import Access
+from mallee.gateway.access.quotas import Shared
 from mallee.gateway.access.scopes import Scopes
 from mallee.gateway.gateway import Gateway
 from mallee.protocol.api.generate import (
@@ -277,6 +278,13 @@ def build_api(
             tasks=gateway.tasks,
             count=context.metrics.called_back,
         ),
+    )
+    entry.access.shared = Shared(
+        gateway.store,
+        gateway=context.gateway,
+        others=lambda: None if gateway.peers.is_alone else gateway.peers.others,
+        clock=context.wall_clock,
+        new_key=lambda: f"{draws.seed():016x}",
     )
     asking = Asking(entry.scopes, limits, max_model_len=window, pool=entry.pool)
     turns = TurnMaker(reader, chat_reader, maker)

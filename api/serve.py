@@ -114,6 +114,7 @@ class Server:
         """
         caller = caller_of(request)
         if caller.visit is not UNLIMITED:
+            await caller.visit.ready(branches=plan.num_choices)
             caller.visit.begin(plan.num_choices, plan.prompt_tokens)
         prepare_s = age_s(request)
         if not plan.stream:
@@ -140,9 +141,10 @@ class Server:
     async def make(self, job: PrefillJob, visit: Visit, prepare_s: float = 0.0) -> Delta:
         """The last delta of `job`, which names the capsule; it counts in `visit`. Raises MalleeError."""
         tokens = len(job.tokens)
+        await visit.ready(capsules=1, capsule_tokens=tokens)
         with visit.making(tokens, self.gateway.capsules.is_kept) as keep:
             visit.begin(1, tokens)
-            made = await prefill(self.gateway, job, prepare_s, self._prefill_name(job))
+            made = await prefill(self.gateway, job, prepare_s, await self._prefill_name(job))
             assert made.capsule is not None
             keep(made.capsule)
         return made
@@ -182,8 +184,9 @@ class Server:
         Raises as `answer`, if it is refused.
         """
         caller, tokens = caller_of(request), len(job.tokens)
-        name = self._prefill_name(job)
+        name = await self._prefill_name(job)
         capsule = capsule_id(name)
+        await caller.visit.ready(capsules=1, capsule_tokens=tokens)
         with ExitStack() as stay:
             visit = stay.enter_context(caller.visit.staying())
             keep = stay.enter_context(visit.making(tokens, self.gateway.capsules.is_kept))
@@ -230,7 +233,7 @@ class Server:
         `named`: a plan with one job has a name already. `observers` see each of its requests.
         Raises MalleeError.
         """
-        bound = self.bound(plan) if named is None else named.bound
+        bound = await self.bound(plan) if named is None else named.bound
         watch = None
         if bound is not None or plan.conditions is not None:
             watch = await Watch.begin(
@@ -274,13 +277,13 @@ class Server:
             await text.aclose()
         return text
 
-    def bound(self, plan: Plan, after: CapsuleId | None = None) -> Bound | None:
+    async def bound(self, plan: Plan, after: CapsuleId | None = None) -> Bound | None:
         """The account that bounds a plan: its own, its capsule's (or that of `after`), its session's."""
         job = plan.jobs[0]  # of all
         capsule = job.capsule or after or ""
         if plan.budget is None and not capsule and not job.terms.session:
             return None
-        session = self._session_budget(job.scope, job.terms)
+        session = await self._session_budget(job.scope, job.terms)
         return self.budgets.bound(plan.budget, job.scope, capsule, session)
 
     def named(self, scope: Scope, bound: Bound | None) -> Named:
@@ -288,16 +291,16 @@ class Server:
         account = "" if bound is None else bound.key
         return Named(self.gateway.requests.new_name(scope, account), bound)
 
-    def _prefill_name(self, job: PrefillJob) -> RequestId:
+    async def _prefill_name(self, job: PrefillJob) -> RequestId:
         """A name for a prefill to come. It draws nothing; what goes on from its capsule is bounded."""
-        account = account_of(self._session_budget(job.scope, job.terms))
+        account = account_of(await self._session_budget(job.scope, job.terms))
         return self.gateway.requests.new_name(job.scope, account)
 
-    def _session_budget(self, scope: Scope, terms: QueueTerms) -> str:
+    async def _session_budget(self, scope: Scope, terms: QueueTerms) -> str:
         """The name of the budget of a session, or of one above it; "" if there is none."""
         if not terms.session:
             return ""
-        return self.gateway.sessions.budget(terms.session, scope, terms.parent_session)
+        return await self.gateway.sessions.budget(terms.session, scope, terms.parent_session)
 
     async def _whole(
         self, plan: Plan, prepare_s: float, answer_format: AnswerFormat, caller: Caller

@@ -6,9 +6,9 @@ from mallee.gateway.capsules.capsules import CapsuleFiles, Capsules
 from mallee.gateway.operator import Operator
 from mallee.gateway.peers import Peers
 from mallee.gateway.recording.recorder import Recorder
-from mallee.gateway.records import SharedRecords
 from mallee.gateway.requests.requests import Requests
-from mallee.gateway.sessions.sessions import GatewaySessions, SessionLimits
+from mallee.gateway.sessions.copies import SessionLimits
+from mallee.gateway.sessions.sessions import GatewaySessions
 from mallee.gateway.shell import GatewayContext, Shell
 from mallee.gateway.store.store import Store, StoreTerms
 from mallee.router.dispatch.dispatcher import DispatchConfig, Dispatcher
@@ -77,16 +77,14 @@ class Gateway:
             ids=context.ids,
             clock=context.clock,
         )
-        self.records: Final = SharedRecords(
-            context.bus,
-            gateway=context.gateway,
-            fleet=context.fleet,
-            others=lambda: links.other_gateways,
-            belongs=context.ids.belongs,
-        )
         self.capsules: Final = Capsules(context, self.shell, self.store, self.peers, memory, files)
         self.sessions: Final = GatewaySessions(
-            context, self.shell, self.capsules, self.records, sessions or SessionLimits()
+            context,
+            self.shell,
+            self.capsules,
+            self.store,
+            self.peers,
+            sessions or SessionLimits(),
         )
         self.requests: Final = Requests(
             context,
@@ -102,14 +100,13 @@ class Gateway:
         self._recorder = recorder
         self.tasks: Final = self.shell.tasks
         self.tasks.include(self.store.tasks)
-        self.tasks.include(self.records.tasks)
         self.tasks.include(self.sessions.tasks)
         if recorder is not None:
             self.tasks.include(recorder.tasks)
             self.capsules.watch(recorder)
         context.metrics.show_store(self.store)
         context.metrics.show_router(
-            router.stats, dispatcher.stats, links.replica_stats, self.records.outcomes
+            router.stats, dispatcher.stats, links.replica_stats, self.peers.outcomes
         )
 
     async def start_up(self, metrics_at: str = "") -> None:
@@ -122,7 +119,6 @@ class Gateway:
             await self._recorder.start_up()
         await self.shell.links.start_up(metrics_at)
         await self.peers.start_up()
-        await self.records.start_up()
         await self.sessions.start_up()
 
     async def wait_for_worker(self, timeout_s: float) -> bool:
@@ -134,7 +130,6 @@ class Gateway:
         self.capsules.texts.close()
         await self.shell.end_requests()
         await self.tasks.close()
-        await self.records.close()
         await self.sessions.close_up()
         await self.store.close()
         await self.shell.links.close()

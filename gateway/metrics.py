@@ -468,8 +468,8 @@ _STORE: Final = (
 )
 _QUESTIONS: Final = Reading(
     "mallee_other_gateways_questions_total",
-    "Questions to all other gateways for what a client names and this one doesn't know."
-    " `unanswered`: none knew it, and not all have answered: its client got a 503.",
+    "Questions to other gateways for what runs there. `unanswered`: its client got a 503, or less"
+    " than all.",
     dict,
     (Label("outcome", ("found", "unknown", "unanswered")),),
 )

@@ -6,6 +6,7 @@ has ended is in the store (`gateway.store`), where nobody has to be asked.
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection
 from typing import Final, TypeAlias
 
@@ -23,7 +24,7 @@ from mallee.protocol.subjects import Subjects
 from mallee.runtime.bus.bus import Bus
 
 ASK_S: Final = 2.0  # for an answer
-SETTLE_S: Final = 1.5  # in which each gateway that lives is heard of: they say so every second
+SETTLE_S: Final = 4.0  # in which all that live are heard of, though they find the broker later
 MAX_ANSWER_NBYTES: Final = 768 << 10  # a broker takes 1 MiB at once by default
 
 Answer: TypeAlias = Callable[[str, Scope, bytes], Awaitable[bytes | None]]
@@ -66,6 +67,7 @@ class Peers:
         self._clock = clock
         self._settled_at = math.inf
         self._answers: dict[str, Answer] = {}
+        self.outcomes: Counter[str] = Counter()  # of questions: found, unknown, unanswered
 
     async def start_up(self) -> None:
         """Answer from now on. Doesn't wait for the broker."""
@@ -87,6 +89,11 @@ class Peers:
         """Whether it is certain that another gateway lives no more."""
         is_heard = gateway in self.others or gateway == self.gateway
         return not is_heard and self.knows_all
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there will never be another gateway."""
+        return self._others() is None
 
     def share(self, kind: str, answer: Answer) -> None:
         """Answer the others' questions of a kind."""
@@ -110,12 +117,16 @@ class Peers:
         try:
             raw = await self._bus.request(self._subjects.peers(gateway), asked, wait_s)
         except TimeoutError as error:
+            self.outcomes["unanswered"] += 1
             raise PeerSilent(f"none in {wait_s:g} s") from error
         except ConnectionError as error:
-            if self._bus.is_up:
-                return None
-            raise PeerSilent("the broker is away") from error
-        told = decode_peer_told(raw)
+            if not self._bus.is_up:
+                self.outcomes["unanswered"] += 1
+                raise PeerSilent("the broker is away") from error
+            told = PeerTold()
+        else:
+            told = decode_peer_told(raw)
+        self.outcomes["unknown" if told == PeerTold() else "found"] += 1
         if told.error is not None:
             raise from_wire(told.error)
         return told.answer

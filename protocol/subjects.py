@@ -12,15 +12,6 @@ mallee.{fleet}.bookings.{gateway}            BookingBatch, published by the gate
 mallee.{fleet}.bookings_snapshot.{gateway}   request by another, answered with a BookingSnapshot
 mallee.{fleet}.peers.{gateway}               request by another gateway for what this one alone has
 mallee.{fleet}.queues.{gateway}              QueueDepth, published by the gateway for worker processes
-mallee.{fleet}.texts.asks                    TextAsk, published by a gateway
-mallee.{fleet}.texts.told.{gateway}          TextTold, published for that gateway by the others
-mallee.{fleet}.texts.forgotten               TextForgotten, published by a gateway
-mallee.{fleet}.records.asks                  RecordAsk, published by a gateway
-mallee.{fleet}.records.told.{gateway}        RecordTold, published for that gateway by the others
-mallee.{fleet}.records.forgotten             RecordForgotten, published by a gateway
-mallee.{fleet}.records.copied                RecordCopied, published by a gateway
-mallee.{fleet}.sessions.asks                 SessionsAsk, published by a gateway that comes
-mallee.{fleet}.sessions.told                 SessionNotes, published by a gateway
 mallee.{fleet}.inbox.>                       answers to requests, which gateways alone make
 
 What gateways keep is in streams of JetStream, `KV_mallee_{fleet}_{bucket}`, as NATS's key-value has them.
@@ -37,7 +28,7 @@ BusRole: TypeAlias = Literal["gateway", "worker"]
 
 BUCKETS: Final = (
     *("answers", "budgets", "conversations", "events", "items", "quotas", "responses", "sessions"),
-    "texts",
+    *("sessions_closed", "texts"),
 )
 """The buckets of the gateways' store."""
 
@@ -103,24 +94,6 @@ class Subjects(NamedTuple):
     def peers(self, gateway: str = "*") -> str:
         return f"{self.root}.peers.{gateway}"
 
-    def record_asks(self) -> str:
-        return f"{self.root}.records.asks"
-
-    def record_told(self, gateway: str = "*") -> str:
-        return f"{self.root}.records.told.{gateway}"
-
-    def records_forgotten(self) -> str:
-        return f"{self.root}.records.forgotten"
-
-    def records_copied(self) -> str:
-        return f"{self.root}.records.copied"
-
-    def sessions_asks(self) -> str:
-        return f"{self.root}.sessions.asks"
-
-    def sessions_told(self) -> str:
-        return f"{self.root}.sessions.told"
-
     def bucket(self, name: str) -> str:
         """The name of a bucket at the broker."""
         assert name in BUCKETS, f"{name}: gateways may use {BUCKETS} alone"
@@ -149,12 +122,7 @@ class Subjects(NamedTuple):
         requests = (self.snapshot(), self.loads(), self.drain(), self.weights(), self.admin())
         if role == "worker":
             return Permissions((self.events(), self.lease()), (*requests, self.queues()))
-        shared = (
-            *(self.bookings(), self.bookings_snapshot(), self.peers()),
-            *(self.record_asks(), self.record_told(), self.records_forgotten()),
-            self.records_copied(),
-            *(self.sessions_asks(), self.sessions_told()),
-        )
+        shared = (self.bookings(), self.bookings_snapshot(), self.peers())
         kept = [each for name in BUCKETS for each in self._kept(self.bucket(name))]
         return Permissions(
             publish=(*requests, *shared, self.queues(), "$JS.API.INFO", "$JS.FC.>", *kept),

@@ -360,10 +360,10 @@ class ChatSettings(Settings):
 
 
 class SessionSettings(Settings):
-    """Sessions of clients, which every gateway remembers as trees of capsules."""
+    """Sessions of clients, which all gateways keep in the store as trees of capsules."""
 
     max_nodes: int = Field(default=65_536, ge=2)
-    """Sessions and their capsules that a gateway remembers, at about 500 bytes each. Of more,
+    """Sessions and their capsules of which a gateway has copies, at about 500 bytes each. Of more,
     the tenant that has the most loses what it used longest ago."""
     ttl_s: Positive = 86_400.0
     """Seconds without a request until a session is forgotten. Its capsules live as they do."""
@@ -394,10 +394,11 @@ class StoreSettings(Settings):
     in `~/.local/state`. It holds prompts and answers."""
     storage: Literal["file", "memory"] = "file"
     """`memory`: all of it ends with the broker."""
-    replicas: int = Field(default=1, ge=1, le=5)
-    """Servers of a broker's cluster that keep each value: 1, 3 or 5."""
+    replicas: Literal[1, 3, 5] = 1
+    """Servers of a broker's cluster that keep each value."""
     max_mib: AtLeastOne = 256
-    """Room of each kind at the broker, in MiB; beyond it the oldest go."""
+    """Room of each kind at the broker, in MiB, but of those with a setting of their own; beyond it
+    the oldest go."""
 
 
 class RecordingSettings(Settings):

@@ -109,11 +109,17 @@ def _matches(pattern: str, subject: str) -> bool:
     return len(wanted) == len(got) and all(w in ("*", g) for w, g in zip(wanted, got, strict=True))
 
 
+class Values(dict[str, Stored]):
+    """Those of one bucket by key, the oldest first."""
+
+    nbytes = 0
+
+
 class KeptValues:
     """The values of all buckets of a `LocalHub`, which outlive its buses."""
 
     def __init__(self) -> None:
-        self.buckets: dict[str, dict[str, Stored]] = {}
+        self.buckets: dict[str, Values] = {}
         self.revision = 0
         self.is_full = False
         self.loses_answers = False
@@ -123,17 +129,27 @@ class KeptValues:
 
     def values(self, bucket: BucketSpec, now: float) -> dict[str, Stored]:
         """Those of a bucket that are not too old, or too many."""
-        values, nbytes = self.buckets.setdefault(bucket.name, {}), 0
-        for key, each in sorted(values.items(), key=lambda pair: -pair[1].revision):
-            nbytes += len(each.value)
-            if nbytes > bucket.max_nbytes or self._times[each.revision] <= now - bucket.ttl_s:
-                del values[key]
+        values = self.buckets.setdefault(bucket.name, Values())
+        while values:
+            key, oldest = next(iter(values.items()))
+            is_old = self._times[oldest.revision] <= now - bucket.ttl_s
+            if not is_old and values.nbytes <= bucket.max_nbytes:
+                break
+            self.delete(bucket, key)
         return values
+
+    def delete(self, bucket: BucketSpec, key: str) -> None:
+        values = self.buckets[bucket.name]
+        if (before := values.pop(key, None)) is not None:
+            values.nbytes -= len(before.value)
 
     def put(self, bucket: BucketSpec, key: str, value: bytes, now: float) -> int:
         self.revision += 1
         self._times[self.revision] = now
-        self.buckets[bucket.name][key] = Stored(value, self.revision)
+        self.delete(bucket, key)
+        values = self.buckets[bucket.name]
+        values[key] = Stored(value, self.revision)
+        values.nbytes += len(value)
         self.tell()
         return self.revision
 
@@ -172,7 +188,7 @@ class LocalBuckets:
     async def delete(self, bucket: BucketSpec, key: str) -> None:
         values = await self._values(bucket)
         for each in [each for each in values if _is_at(each, key)]:
-            del values[each]
+            self._kept.delete(bucket, each)
         self._check_answer()
 
     async def keys(self, bucket: BucketSpec, prefix: str) -> list[str]:

@@ -140,7 +140,8 @@ class BudgetTree(msgspec.Struct, array_like=True):
         """The amount that may still be leased there."""
         if place is None:
             return math.inf
-        count = self._count(place)
+        if (count := self._find(place)) is None:
+            return 0
         held = count.reserved - count.used
         return max(0, min(count.left, held + self.rest(self._above(place))))
 

@@ -32,7 +32,6 @@ log = logging.getLogger(__name__)
 
 LAYOUT: Final = 1
 TTL_S: Final = 7 * 86_400.0  # for which nothing of a budget was used
-MAX_NBYTES: Final = 256 << 20
 RETRY_S: Final = 0.2
 MAX_KEPT: Final = 1 << 14  # budgets that wait for the store
 _KEY: Final = 16  # digits
@@ -140,7 +139,7 @@ class Budgets:
         self.clock = clock
         self._store = store
         self._bucket: Bucket[BudgetTree] = store.bucket(
-            "budgets", BudgetTree, version=LAYOUT, ttl_s=TTL_S, max_nbytes=MAX_NBYTES
+            "budgets", BudgetTree, version=LAYOUT, ttl_s=TTL_S
         )
         self._gateway = gateway
         self._others = others
@@ -177,16 +176,18 @@ class Budgets:
                 used = held.shares[place].used if place in held.shares else 0
                 tree.take(place, self._holder, used, need[place.name])
 
-        if budget is not None and not bound.above:
-            held.make(BudgetTree.of(key, budget, self.clock()), is_private=True)
-            lease(held.tree)
-            self._settle_soon(held)
-        elif budget is not None or not self._is_here(held, key, need):
-            await self._change(held, lease)
-        for place in held.tree.places(key):
-            if place not in held.shares:
-                held.shares[place] = Share()
-                self._hear(held)
+        is_new = budget is not None
+        while is_new or not self._is_here(held, key, need):
+            if budget is not None and is_new and not bound.above:
+                held.make(BudgetTree.of(key, budget, self.clock()), is_private=True)
+                lease(held.tree)
+                self._settle_soon(held)
+            else:
+                await self._change(held, lease)
+            for place in held.tree.places(key):
+                held.shares.setdefault(place, Share())
+            self._hear(held)
+            is_new = False
         spending = Spending(held, key, self._settle_soon)
         spending.spend("branches", num_branches)
         return spending
@@ -194,21 +195,29 @@ class Budgets:
     async def give(self, bound: Bound, budget: Budget) -> None:
         """Store a new account, for requests to come. Raises as `begin`."""
         held, key = self._hold(bound.scope, bound.key)
+        if not self._store.is_up:
+            raise StoreAway("the broker is away")
         if not bound.above:
             held.make(BudgetTree.of(key, budget, self.clock()), is_private=False)
         try:
             await self._change(held, lambda tree: self._make(tree, bound, budget))
         finally:
-            held.made = None
+            if not bound.above:
+                held.made = None
 
     async def secure(self, spending: Spending, tokens: int) -> None:
         """Lease what is lacking to spend so many tokens, as far as it is there. Raises Unavailable."""
         place, held = spending.places.get("tokens"), spending.held
-        if place is None or spending.rest("tokens") >= tokens:
+        if place is None:
             return
 
-        used = held.shares[place].used  # it grows by what is asked for alone
-        await self._change(held, lambda tree: tree.take(place, self._holder, used, tokens))
+        def lease(tree: BudgetTree) -> None:
+            tree.take(place, self._holder, held.shares[place].used, tokens)
+
+        is_more = True
+        while is_more and spending.rest("tokens") < tokens:  # others may spend it meanwhile
+            await self._change(held, lease)
+            is_more = held.tree.rest(place) >= 1
 
     # Sessions
 

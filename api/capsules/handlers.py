@@ -89,6 +89,7 @@ class CapsuleHandlers:
     async def list(self, request: Request) -> Response:
         bulk = self._bulk(request, ("limit", "after"))
         paging = read_paging(request.query_params)
+        await caller_of(request).visit.ready()
         with caller_of(request).visit:
             listed = bulk.page(paging.after, paging.most)
             found, num_unknown = await unless_gone(request.receive, listed)
@@ -97,6 +98,7 @@ class CapsuleHandlers:
 
     async def count(self, request: Request) -> Response:
         bulk = self._bulk(request)
+        await caller_of(request).visit.ready()
         with caller_of(request).visit:
             return json_response(await unless_gone(request.receive, bulk.count()))
 
@@ -104,6 +106,7 @@ class CapsuleHandlers:
         bulk = self._bulk(request, ("all",))
         check_wanted(bulk.wanted, read_bool(request.query_params, "all"))
         visit = caller_of(request).visit
+        await visit.ready()
         with visit:
             num = await unless_gone(request.receive, bulk.delete(visit.unkeep))
         return json_response(CapsulesDeleted(deleted=num))
@@ -152,6 +155,7 @@ class CapsuleHandlers:
         capsule, visit = _capsule(request), caller_of(request).visit
         pruning = self._subtrees.prune(capsule, asked.scope)
         requests, capsules = await unless_gone(request.receive, pruning)
+        await visit.ready()
         with visit:
             releasing = release_each(self._gateway, capsules, asked.scope, visit.unkeep)
             num = await unless_gone(request.receive, releasing)
@@ -224,6 +228,7 @@ class CapsuleHandlers:
         self, request: Request, tokens: int, make: Callable[[], Awaitable[CapsuleInfo]]
     ) -> Response:
         """The answer to what pins a capsule; its key may keep no more than its quota."""
+        await caller_of(request).visit.ready(capsules=1, capsule_tokens=tokens)
         with caller_of(request).visit.making(tokens, self._gateway.capsules.is_kept) as keep:
             info = await make()
             keep(info.capsule)

@@ -157,6 +157,7 @@ class AuthMiddleware:
                 if caller.visit is UNLIMITED or not is_post or scope["path"] == SEARCH:
                     await app(scope, receive, counted_send)
                 else:
+                    await caller.visit.ready()
                     with caller.visit:
                         await app(scope, receive, counted_send)
             except (MalleeError, HTTPException, ClientGone) as error:

@@ -206,7 +206,7 @@ async def follow(
                 known = max(known, number + len(batch))
                 if rest:
                     yield b"".join(rest)
-        record = (await stored.find(name, scope)).value
+        record = await stored.find(name, scope)
         events = await stored.events_of(scope, record)
         async for chunk in replay(events, record, max(after, known - 1)):
             yield chunk
@@ -224,7 +224,7 @@ async def _batches(
             try:
                 while not coming.done():
                     await asyncio.wait([coming], timeout=LOOK_S)
-                    if not coming.done() and (await stored.find(name, scope)).value.is_over:
+                    if not coming.done() and (await stored.find(name, scope)).is_over:
                         return
             finally:
                 if coming.cancel():

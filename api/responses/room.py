@@ -26,13 +26,7 @@ from mallee.api.sse import EventStream, unless_gone
 from mallee.gateway.peers import PeerSilent
 from mallee.gateway.store.store import StoreAway
 from mallee.protocol.api.responses import ResponseDeleted, ResponseList, ResponseRequest
-from mallee.protocol.errors import (
-    BadRequest,
-    InvalidParameter,
-    LookupIncomplete,
-    NotFound,
-    Unavailable,
-)
+from mallee.protocol.errors import BadRequest, InvalidParameter, NotFound, Unavailable
 from mallee.protocol.ids import Scope
 from mallee.router.dispatch.jobs import QueueTerms
 from mallee.runtime.bus.buckets import StoreFull
@@ -103,7 +97,7 @@ class Responses:
             )
 
         planned = await self._asking.make(request, asked, plan)
-        run = self._run(request, asked, planned, previous, talk, plan_whole)
+        run = await self._run(request, asked, planned, previous, talk, plan_whole)
         if body.background:
             return await self._in_background(request, run, streams=body.stream)
         run.admit(caller_of(request).visit)
@@ -181,7 +175,7 @@ class Responses:
         if body.previous_response_id is None:
             return None
         param = "previous_response_id"
-        record = (await self._stored.find(body.previous_response_id, scope, param)).value
+        record = await self._stored.find(body.previous_response_id, scope, param)
         if record.state is None:
             status = record.body.status
             remedy = f"it is {status} and has no answer to go on from"
@@ -195,11 +189,11 @@ class Responses:
             return False
         try:
             info = await self._server.gateway.capsules.show(left.capsule, scope)
-        except (NotFound, LookupIncomplete):
+        except (NotFound, Unavailable):  # the whole conversation is here
             return False
         return not info.is_stale and info.boundary == left.num_tokens
 
-    def _run(
+    async def _run(
         self,
         request: Request,
         asked: Asked[ResponseRequest],
@@ -210,7 +204,7 @@ class Responses:
     ) -> Run:
         body, scope = asked.body, asked.scope
         left = previous.left if previous is not None else None
-        bound = self._server.bound(planned.plan, left.capsule if left is not None else None)
+        bound = await self._server.bound(planned.plan, left.capsule if left is not None else None)
         named = self._server.named(scope, bound)
         name = conversation_of(body)
         if talk is not None:
@@ -299,7 +293,7 @@ class Responses:
         else:
             with suppress(PeerSilent):  # it may have gone meanwhile, or have ended it
                 await self._peers.ask(record.gateway, _END, record.id, scope, wait_s=END_S)
-        found = (await self._stored.find(record.id, scope)).value
+        found = await self._stored.find(record.id, scope)
         if not found.is_over:
             raise Unavailable(
                 "the gateway that runs this response did not end it; retry in 1 s",
@@ -322,7 +316,7 @@ class Responses:
 
     async def _record(self, request: Request) -> Record:
         name = request.path_params["response"]
-        return (await self._stored.find(name, self._asking.scope(request))).value
+        return await self._stored.find(name, self._asking.scope(request))
 
     def _headers(self, request: Request, run: Run) -> dict[str, str]:
         return {"x-mallee-worker": run.worker} if caller_of(request).is_operator else {}

@@ -14,9 +14,11 @@ from mallee.api.responses.turns import PlannedTurn
 from mallee.api.responses.writing import Writer, ending
 from mallee.api.serve import LOGPROBS_COST, TURN_TOKENS, Named, Server
 from mallee.gateway.access.quotas import Visit
+from mallee.gateway.peers import PeerSilent
 from mallee.gateway.requests.deltas import Delta
 from mallee.gateway.requests.lives import BranchLife
 from mallee.gateway.requests.observers import Observer
+from mallee.gateway.store.store import StoreAway
 from mallee.protocol.errors import CapsuleStale, LookupIncomplete, MalleeError, NotFound
 from mallee.protocol.ids import Scope
 from mallee.protocol.messages import pack_tokens
@@ -81,7 +83,7 @@ class Run:
         """Start it; its first delta. Raises MalleeError, with nothing running."""
         try:
             return await self._begin(prepare_s, self._named)
-        except (NotFound, LookupIncomplete, CapsuleStale):
+        except (NotFound, LookupIncomplete, PeerSilent, StoreAway, CapsuleStale):
             if not isinstance(self._planned.plan.jobs[0], ForkJob):
                 raise
         self._planned = await self._plan_whole()

@@ -136,7 +136,7 @@ class StoredResponses:
         if not self._store.is_up:
             raise StoreAway("the broker is away")
 
-    async def find(self, name: str, scope: Scope, param: str | None = None) -> Entry[Record]:
+    async def find(self, name: str, scope: Scope, param: str | None = None) -> Record:
         """The response as it is now; one whose gateway is gone has failed.
 
         Raises UnknownResponse, StoreAway.
@@ -147,7 +147,7 @@ class StoredResponses:
             entry = await self._whole.get(scope, name)
         if entry is None:
             raise UnknownResponse(name, param)
-        return entry
+        return entry.value
 
     async def put(self, scope: Scope, record: Record, *, at: int | None = None) -> int | None:
         """As `Bucket.put`, or its revision if it was put though that seemed to fail."""
@@ -160,8 +160,7 @@ class StoredResponses:
                 return None
             revision = entry.revision
         if record.is_over:
-            summary = _summary(record)
-            self._summaries.append_soon(scope, record.id, _SUMMARY, summary)
+            self._summaries.append_soon(scope, record.id, _SUMMARY, _summary(record))
         return revision
 
     async def append(self, scope: Scope, name: str, number: int, events: list[bytes]) -> None:
@@ -196,10 +195,9 @@ class StoredResponses:
         if summary is not None:
             return summary
         try:
-            entry = await self.find(name, scope)
-        except UnknownResponse:
+            return _summary(await self.find(name, scope))
+        except UnknownResponse:  # it went meanwhile
             return None
-        return _summary(entry.value)
 
     def _is_lost(self, record: Record) -> bool:
         """Whether it runs nowhere, though it is not over."""

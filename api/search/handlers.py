@@ -63,6 +63,7 @@ class Requests:
             return Run(self, found.capsule, found.boundary)
         self.spent.requests += 1
         visit = self.visit.another()
+        await visit.ready()
         with visit:
             made = await self.server.make(plan.prompt, visit)
         self.spent.prefill_tokens += made.prefill_tokens
@@ -99,11 +100,13 @@ class Requests:
         """The deltas of each branch of a fork. Raises MalleeError."""
         server, visit = self.server, self.visit.another()
         self.spent.requests += 1
+        await visit.ready()
         with visit:
             info = await server.gateway.capsules.show(CapsuleId(capsule), self.plan.scope)
             make = partial(self.maker.fork, step, info, self.plan.scope, self.plan.terms)
             is_long = sum(map(len, step.suffixes or ())) > INLINE_BODY_BYTES
             plan = await self.asking.in_pool(make) if is_long else make()
+            await visit.ready(branches=plan.num_choices)
             visit.begin(plan.num_choices, plan.prompt_tokens)
             found: list[list[TextDelta]] = [[] for _ in range(plan.num_choices)]
 

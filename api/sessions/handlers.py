@@ -48,7 +48,7 @@ class SessionHandlers:
 
     async def list(self, request: Request) -> Response:
         paging, scope = read_paging(request.query_params), self._asking.scope(request)
-        found = self._gateway.sessions.page(scope, paging.after, paging.most)
+        found = await self._gateway.sessions.page(scope, paging.after, paging.most)
         return json_response(paging.page(SessionList, [Session(**_body(view)) for view in found]))
 
     async def put(self, request: Request) -> Response:
@@ -62,14 +62,13 @@ class SessionHandlers:
         parent = body.parent if body.parent != name else ""
         giving = self._budgets.give(name, asked.scope, budget, parent, asked.terms.tenant)
         await unless_gone(request.receive, giving)
-        view = self._gateway.sessions.show(name, asked.scope)
+        view = await self._gateway.sessions.show(name, asked.scope)
         known = _body(view) | {"budget": await self._budgets.body(view, asked.scope)}
         return json_response(BoundSession(**known))
 
     async def show(self, request: Request) -> Response:
         scope = self._asking.scope(request)
-        await self._gateway.sessions.learn(_session(request), scope)
-        view = self._gateway.sessions.show(_session(request), scope)
+        view = await self._gateway.sessions.show(_session(request), scope)
         names_workers = caller_of(request).is_operator
         infos = await unless_gone(request.receive, self._inspect(view.nodes, scope))
         nodes = [
@@ -85,18 +84,16 @@ class SessionHandlers:
         new = asked.body.session or f"session_{self._draw_seed():016x}"
         source = _session(request)
         budget = read_budget(asked.body.budget, "budget")
-        await self._gateway.sessions.learn(source, asked.scope, asked.body.capsule)
+        place = source, asked.scope, new, asked.body.capsule
         if budget is None:
-            view, _ = self._gateway.sessions.fork(source, asked.scope, new, asked.body.capsule)
+            view = await self._gateway.sessions.fork(*place)
         else:
-            forking = self._budgets.fork(source, asked.scope, new, asked.body.capsule, budget)
-            view = await unless_gone(request.receive, forking)
+            view = await unless_gone(request.receive, self._budgets.fork(*place, budget))
         known = _body(view) | {"budget": await self._budgets.body(view, asked.scope)}
         return json_response(SessionFork(**known, capsule=view.nodes[0].capsule))
 
     async def close(self, request: Request) -> Response:
         session, scope = _session(request), self._asking.scope(request)
-        await self._gateway.sessions.learn(session, scope)
         closed = await self._gateway.sessions.close(session, scope)
         for capsule in closed.released:
             caller_of(request).visit.unkeep(capsule)
@@ -135,7 +132,7 @@ def _body(view: SessionView) -> dict[str, Any]:
         "parent": view.parent or None,
         "created": int(view.created),
         "last_used": int(view.used),
-        "capsules": len(view.nodes),
+        "capsules": view.num_capsules,
         "running": view.num_running,
     }
 

@@ -2,8 +2,9 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from functools import cache, partial
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+from functools import cache
 from importlib.resources import files
 from typing import Final
 
@@ -15,7 +16,7 @@ from mallee.api.entry.middleware import caller_of
 from mallee.api.openapi.operations import MAX_WATCH_S
 from mallee.api.serve import Server
 from mallee.api.sse import DONE, EventStream, event
-from mallee.api.ui.elsewhere import Elsewhere, running_of
+from mallee.api.ui.elsewhere import Elsewhere, Others
 from mallee.api.ui.watching import SessionWatch
 from mallee.protocol.errors import NotFound, Unavailable
 
@@ -74,21 +75,23 @@ class UiHandlers:
             if not self._watchers[tenant]:
                 del self._watchers[tenant]
 
-        looks = self._events(watch, partial(self._elsewhere.ask, scope, tenant), seconds)
-        return EventStream(looks, leave, {})
+        others = Others(self._server, self._elsewhere, scope, tenant)
+        return EventStream(self._events(watch, others, seconds), leave, {})
 
     async def _events(
-        self, watch: SessionWatch, elsewhere: Callable[[], Awaitable[list[bytes]]], seconds: int
+        self, watch: SessionWatch, others: Others, seconds: int
     ) -> AsyncGenerator[bytes, None]:
         loop = asyncio.get_running_loop()
         end, took = loop.time() + seconds, 0.0
-        first = watch.changes(running_of(await elsewhere()))
+        with suppress(Unavailable):  # what is known here is shown
+            await others.begin()
+        first = watch.changes(await others.look())
         yield event(first or {"object": "watch.sessions", "sessions": [], "gone": []})
         while loop.time() < end:
             await asyncio.sleep(max(LOOK_S, took * self._watchers.total() / MAX_SHARE))
-            told = await elsewhere()
+            running = await others.look()
             begun = loop.time()
-            body = watch.changes(running_of(told))
+            body = watch.changes(running)
             took = loop.time() - begun
             if body is not None:
                 yield event(body)

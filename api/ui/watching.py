@@ -73,8 +73,7 @@ class SessionWatch:
     def changes(self, elsewhere: Running = NOWHERE) -> dict[str, Any] | None:
         """The body of an event; None if nothing has changed. The first one has all that there is.
 
-        `elsewhere`: branches that run at other gateways. Sessions that only these know are not among them
-        until they have left a capsule.
+        `elsewhere`: branches that run at other gateways.
         """
         look = Look(self._gateway, self._tokenizer, self._scope)
         trees = self._gateway.sessions.trees.newest(self._scope, self._tenant, MAX_SESSIONS)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from mallee.gateway.access.keys import Key, KeyRing, of_environment, read_file
-from mallee.gateway.access.quotas import UNLIMITED, Use, Visit
+from mallee.gateway.access.quotas import UNLIMITED, Shared, Use, Visit
 from mallee.protocol.api.shared import MAX_TENANT
 from mallee.protocol.errors import ConfigError, Forbidden, InvalidParameter, Unauthorized
 from mallee.runtime.tasks import Tasks
@@ -36,7 +36,7 @@ NOBODY: Final = Caller("", False)
 
 
 class Access:
-    """Keys and their use, at one gateway. Belongs to one event loop.
+    """Keys, and their use by one gateway. Belongs to one event loop.
 
     Without keys everybody is the operator, and speaks for any tenant. The file is read again when it
     changes; a wrong one is logged, and the keys before it stay.
@@ -57,6 +57,7 @@ class Access:
         self._wall_clock = wall_clock
         self.weights: dict[str, float] = {}  # of tenants, as their keys say
         self._uses: dict[str, Use] = {}
+        self.shared: Shared | None = None  # limits of all gateways together
         self._seen = self._refused = _version(file)
         self._take([] if file is None else read_file(file))
         self.tasks = Tasks("the API keys")
@@ -103,7 +104,7 @@ class Access:
             owner = tenant
         use = self._uses.get(key.name)
         if use is None:
-            use = self._uses[key.name] = Use(key, self._clock)
+            use = self._uses[key.name] = Use(key, self._clock, lambda: self.shared)
         return Caller(owner, key.is_operator, key.weight, Visit(use))
 
     def is_operator(self, token: str | None) -> bool:

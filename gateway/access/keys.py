@@ -26,7 +26,7 @@ Role: TypeAlias = Literal["client", "proxy", "operator"]
 
 
 class Key(Settings):
-    """One key. Its limits hold in each gateway."""
+    """One key. Its limits hold for all gateways together."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.@-]{1,64}$")
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$", repr=False)

@@ -1,107 +1,374 @@
-"""The use that each key makes of a gateway, and its limits."""
+"""The use that each key makes of the gateways, and its limits, which hold for all of them together.
 
-from collections.abc import Callable, Iterator
+The rest of a limit is in the gateways' store, and gateways lease of it: what a request must have, and some
+ahead, a twentieth of the limit in all, so that no request waits for the store as long as that lasts. Leases
+of rates are never given back, which lets all gateways together begin a minute with that much more. Those of
+what is there at once are, and end with their gateway. Rejected: shares by what each gateway was asked for
+(they follow what has been), and counts that are told afterwards (all gateways overdraw until they hear).
+
+A gateway that is alone for good counts by itself.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
+from hashlib import blake2b
+from types import MappingProxyType
 from typing import Final
 
+import msgspec
+
 from mallee.gateway.access.keys import Key
-from mallee.protocol.errors import QuotaExceeded, QuotaTooSmall
-from mallee.protocol.ids import CapsuleId
+from mallee.gateway.store.store import Bucket, Entry, Store, StoreAway
+from mallee.protocol.errors import QuotaExceeded, QuotaTooSmall, Unavailable
+from mallee.protocol.ids import COMMON, CapsuleId
+
+log = logging.getLogger(__name__)
 
 MINUTE_S: Final = 60.0
+AGAIN_S: Final = 0.1  # before a limit that was used up is looked at again
+GONE_S: Final = 5.0  # for which a gateway is not heard of
+AHEAD: Final = 20  # the part of a limit that all gateways together take ahead
+LAYOUT: Final = 1
+TTL_S: Final = 7 * 86_400.0
+MAX_NBYTES: Final = 16 << 20
+
+REQUESTS: Final = "requests per minute"
+TOKENS: Final = "tokens per minute"
+RUNNING: Final = "requests at once"
+BRANCHES: Final = "branches at once"
+CAPSULES: Final = "capsules"
+CAPSULE_TOKENS: Final = "tokens in capsules"
 
 
-class Bucket:
+class Rate(msgspec.Struct, array_like=True):
     """A rate: it fills with `per_minute` units a minute, up to as many, and may be overdrawn by one use."""
 
-    __slots__ = ("_at", "_level", "per_minute")
+    level: float
+    at: float  # seconds since the epoch
 
-    def __init__(self, per_minute: int, now: float) -> None:
-        self.per_minute = per_minute
-        self._level = float(per_minute)
-        self._at = now
+    def fill(self, per_minute: int, now: float) -> None:
+        more = max(0.0, now - self.at) * per_minute / MINUTE_S
+        self.level = min(float(per_minute), self.level + more)
+        self.at = now
 
-    def take(self, amount: int, now: float) -> None:
-        self._fill(now)
-        self._level -= amount
 
-    def wait_s(self, needed: float, now: float) -> float:
-        """Seconds until it holds `needed` units; 0 if it does."""
-        self._fill(now)
-        return max(0.0, (needed - self._level) * MINUTE_S / self.per_minute)
+class Quota(msgspec.Struct, array_like=True):
+    """One key's, as the store has it: rates, and the leases of what is there at once, by holder."""
 
-    def _fill(self, now: float) -> None:
-        more = (now - self._at) * self.per_minute / MINUTE_S
-        self._level = min(float(self.per_minute), self._level + more)
-        self._at = now
+    rates: dict[str, Rate] = msgspec.field(default_factory=dict)
+    leases: dict[str, dict[str, int]] = msgspec.field(default_factory=dict)
+
+
+class Part:
+    """The part of one limit that this gateway has leased. Of a rate, what is spent is `used` until told."""
+
+    def __init__(self, what: str, limit: int) -> None:
+        self.what = what
+        self.limit = limit
+        self.is_limited = False
+        self.leased = self.used = 0.0
+        self.total = 0.0  # used at all gateways, as last seen
+        self.ahead = 0
+        self.wait_s = 0.0  # until there may be more
+        self.again_at = 0.0  # on the clock
+
+    @property
+    def is_rate(self) -> bool:
+        return self.what in (REQUESTS, TOKENS)
+
+    @property
+    def free(self) -> float:
+        return self.leased - self.used
+
+    @property
+    def is_to_tell(self) -> bool:
+        """Whether others are to know of it: of what was overdrawn, or isn't used any more."""
+        return self.free < 0 if self.is_rate else self.free > 2 * self.ahead
+
+    def of_rate(self, quota: Quota, need: float, now: float) -> float:
+        """Take of a rate what is needed, and some ahead. The amount that is leased from then on."""
+        rate = quota.rates.setdefault(self.what, Rate(self.limit, now))
+        rate.fill(self.limit, now)
+        owed = max(0.0, -self.free)
+        rate.level -= owed
+        free = self.free + owed
+        more = max(0.0, need - free)
+        if more > rate.level:
+            more = 0.0  # parts of a unit would be of no use here, and lack elsewhere
+        else:
+            over = free + more - need
+            more += min(max(0.0, self.ahead - over), (rate.level - more) // 2)
+        rate.level -= more
+        self.wait_s = max(0.0, (need - free - more - rate.level) * MINUTE_S / self.limit)
+        self.total = self.limit
+        return self.leased + owed + more
+
+    def at_once(
+        self, quota: Quota, holder: str, need: float, is_gone: Callable[[str], bool]
+    ) -> float:
+        """As `of_rate`, of what is there at once."""
+        leases = quota.leases.setdefault(self.what, {})
+        for each in [each for each in leases if each == holder or is_gone(each)]:
+            del leases[each]
+        elsewhere = sum(leases.values())
+        rest = max(0.0, self.limit - elsewhere - self.used)
+        ahead = min(self.ahead, max(0.0, rest - need) // 2)
+        leases[holder] = int(self.used + min(need, rest) + ahead)
+        self.total = elsewhere + self.used
+        self.wait_s = 1.0 if self.what in (RUNNING, BRANCHES) else MINUTE_S
+        return leases[holder]
+
+
+class Shared:
+    """The limits of all keys in the gateways' store.
+
+    `others()`: names of the other gateways that live; None: this one is alone for good. `clock` gives seconds
+    since the epoch, `new_key()` what no other has.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        gateway: str,
+        others: Callable[[], Collection[str] | None],
+        new_key: Callable[[], str],
+        clock: Callable[[], float],
+    ) -> None:
+        self.store = store
+        self._gateway = gateway
+        self._new_key = new_key
+        self.others = others
+        self.clock = clock
+        self._missing: dict[str, float] = {}  # holders, since when
+        self.bucket: Bucket[Quota] = store.bucket(
+            "quotas", Quota, version=LAYOUT, ttl_s=TTL_S, max_nbytes=MAX_NBYTES
+        )
+
+    @cached_property
+    def holder(self) -> str:
+        """The name of its leases: it is of this life of this gateway."""
+        return f"{self._gateway}/{self._new_key()}"
+
+    def is_gone(self, holder: str) -> bool:
+        """Whether its gateway has died, and not just this one has come, or was cut off."""
+        gateway, now = holder.partition("/")[0], self.clock()
+        if gateway in (self.others() or ()):
+            self._missing.pop(holder, None)
+            return False
+        is_gone = gateway == self._gateway or now - self._missing.setdefault(holder, now) >= GONE_S
+        if is_gone:
+            self._missing.pop(holder, None)
+        return is_gone
 
 
 class Use:
     """The requests and capsules of one key, and its rates. Belongs to one event loop.
 
-    `clock` gives monotonic seconds.
+    `clock` gives monotonic seconds. Without `shared()`, or if that is alone, it counts by itself.
     """
 
-    def __init__(self, key: Key, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        key: Key,
+        clock: Callable[[], float],
+        shared: Callable[[], Shared | None] = lambda: None,
+    ) -> None:
         self._clock = clock
-        self._running = self._branches = 0
-        # Tokens of the capsules that it asked for, where they are limited, and of those under way.
-        self._capsules: dict[CapsuleId, int] = {}
-        self._making: list[int] = []
-        self._requests: Bucket | None = None
-        self._tokens: Bucket | None = None
+        self._shared_by = shared
+        self._own = Quota()
+        self._known: Entry[Quota] | None = None
+        self._turn = asyncio.Lock()
+        self._is_telling = False
+        self._parts: dict[str, Part] = {}
+        self._capsules: dict[CapsuleId, int] = {}  # tokens of those it asked for
         self.limit(key)
 
     def limit(self, key: Key) -> None:
         """Take the limits of `key`, which may have changed; what was used stays."""
         self.key = key
-        self._requests = self._bucket(self._requests, key.requests_per_minute)
-        self._tokens = self._bucket(self._tokens, key.tokens_per_minute)
+        limits = {
+            REQUESTS: key.requests_per_minute,
+            TOKENS: key.tokens_per_minute,
+            RUNNING: key.max_running,
+            BRANCHES: key.max_branches,
+            CAPSULES: key.max_capsules,
+            CAPSULE_TOKENS: key.max_capsule_tokens,
+        }
+        for what, limit in limits.items():
+            part = self._parts.get(what)
+            if part is None:
+                part = self._parts[what] = Part(what, limit or 0)
+            if part.is_rate and not part.is_limited:
+                part.leased = part.used = 0.0
+            part.limit, part.is_limited = limit or 0, limit is not None
+        self._is_limited = any(part.is_limited for part in self._parts.values())
 
     @property
     def is_idle(self) -> bool:
-        return not (self._running or self._capsules)
+        return not (self._parts[RUNNING].used or self._capsules)
+
+    # Leases
+
+    @property
+    def _shared(self) -> Shared | None:
+        """The limits of all gateways; None: this one counts by itself."""
+        shared = self._shared_by()
+        return None if shared is None or shared.others() is None else shared
+
+    def _lacking(self, need: Mapping[str, float]) -> list[Part]:
+        parts = [self._parts[what] for what in need]
+        return [part for part in parts if part.is_limited and part.free < need[part.what]]
+
+    async def ready(self, **more: float) -> None:
+        """Lease what a request needs before anything else, and what it may need. Raises StoreAway.
+
+        `more`: what it needs now, by the names of `Visit.ready`.
+        """
+        shared = self._shared
+        if shared is None or not self._is_limited:
+            return
+        need = {_NAMES[name]: n for name, n in more.items()} or _FIRST
+        wanted = _MAYBE | need
+        if not self._lacking(wanted):
+            return
+        async with self._turn:
+            now = self._clock()
+            if all(part.again_at > now for part in self._lacking(wanted)):
+                return
+            try:
+                await self._lease(shared, wanted)
+            except Unavailable:
+                if self._lacking(need):
+                    raise
+
+    async def _lease(self, shared: Shared, need: Mapping[str, float]) -> None:
+        name = blake2b(self.key.name.encode(), digest_size=16).hexdigest()
+        while True:
+            entry = await shared.bucket.get(COMMON, name, self._known)
+            quota, revision = entry or (Quota(), 0)
+            self._known = None
+            num = AHEAD * (1 + len(shared.others() or ()))
+            now = shared.clock()
+            leased = self._take(quota, need, now, shared.holder, shared.is_gone, num)
+            for part, amount in leased.items():
+                if not part.is_rate:  # nothing that is given back is used from now on
+                    part.leased = min(part.leased, amount)
+            put = await shared.bucket.put(COMMON, name, quota, at=revision)
+            if put is not None:
+                break
+        self._known = Entry(quota, put)
+        self._have(leased, need)
+
+    def _take(
+        self,
+        quota: Quota,
+        need: Mapping[str, float],
+        now: float,
+        holder: str = "",
+        is_gone: Callable[[str], bool] = bool,
+        ahead: int = 0,
+    ) -> dict[Part, float]:
+        """The amounts that are leased then, with the part `1 / ahead` of each limit beyond what is needed."""
+        leased = {}
+        for part in self._parts.values():
+            if part.is_limited:
+                part.ahead, wanted = part.limit // ahead if ahead else 0, need.get(part.what, 0)
+                if part.is_rate:
+                    leased[part] = part.of_rate(quota, wanted, now)
+                else:
+                    leased[part] = part.at_once(quota, holder, wanted, is_gone)
+        return leased
+
+    def _have(self, leased: Mapping[Part, float], need: Mapping[str, float]) -> None:
+        now = self._clock()
+        for part, amount in leased.items():
+            part.leased = amount
+            if part.is_rate:
+                part.leased, part.used = part.leased - part.used, 0.0
+            part.again_at = 0.0
+            if part.free < need.get(part.what, 0):
+                part.again_at = now + max(AGAIN_S, part.wait_s if part.is_rate else 0.0)
+
+    def _check(self, need: Mapping[str, float]) -> None:
+        """Raises QuotaExceeded; StoreAway: there may be more."""
+        lacking = self._lacking(need)
+        shared = self._shared
+        if lacking and shared is None:
+            self._have(self._take(self._own, need, self._clock()), need)
+            lacking = self._lacking(need)
+        for part in lacking:
+            if shared is not None and not shared.store.is_up:
+                raise StoreAway(f"this API key's {part.what} can't be counted")
+            if part.again_at <= self._clock():  # it was not asked for yet
+                self._tell_soon(need)
+            total = int(part.total)
+            raise QuotaExceeded(part.what, total, part.limit, max(part.wait_s, AGAIN_S))
+
+    def _tell_soon(self, need: Mapping[str, float] = MappingProxyType({})) -> None:
+        """Have the other gateways know of what is owed, or free, or have more."""
+        shared = self._shared
+        if shared is not None and not self._is_telling:
+            self._is_telling = True
+            shared.store.spawn(self._tell(shared, need), name="a key's quota")
+
+    async def _tell(self, shared: Shared, need: Mapping[str, float]) -> None:
+        try:
+            while True:
+                await asyncio.sleep(AGAIN_S)  # for all that ends meanwhile
+                async with self._turn:
+                    try:
+                        await self._lease(shared, need)
+                    except Unavailable as error:
+                        log.info("the quota of a key was not told: %s", error)
+                    else:
+                        return
+        finally:
+            self._is_telling = False
+
+    def _changed(self) -> None:
+        if self._is_limited and any(p.is_limited and p.is_to_tell for p in self._parts.values()):
+            self._tell_soon()
+
+    # Requests
 
     def begin(self) -> None:
         """One more request. Raises QuotaExceeded: too many run, or came or used too much in this minute."""
-        key, now = self.key, self._clock()
-        if key.max_running is not None and self._running >= key.max_running:
-            raise QuotaExceeded("requests at once", self._running, key.max_running, 1.0)
-        if self._requests is not None and (wait := self._requests.wait_s(1.0, now)) > 0:
-            per_minute = self._requests.per_minute
-            raise QuotaExceeded("requests per minute", per_minute, per_minute, wait)
-        self._check_tokens(now)
-        if self._requests is not None:
-            self._requests.take(1, now)
-        self._running += 1
+        self._check(_FIRST)
+        self._parts[REQUESTS].used += 1
+        self._parts[RUNNING].used += 1
 
     def add_branches(self, n: int) -> None:
         """So many branches more, of requests that run. Raises QuotaExceeded, QuotaTooSmall."""
-        most = self.key.max_branches
-        if most is not None and n > most:
-            raise QuotaTooSmall("branches at once", n, most)
-        if most is not None and self._branches + n > most:
-            raise QuotaExceeded("branches at once", self._branches, most, 1.0)
-        self._branches += n
+        self._check_size(BRANCHES, n)
+        self._check({BRANCHES: n})
+        self._parts[BRANCHES].used += n
 
     def stay(self) -> None:
         """A request goes on after its answer."""
-        self._running += 1
+        self._parts[RUNNING].used += 1
 
     def end(self, num_branches: int) -> None:
         """The end of a request that had so many."""
-        self._running -= 1
-        self._branches -= num_branches
+        self._parts[RUNNING].used -= 1
+        self._parts[BRANCHES].used -= num_branches
+        self._changed()
 
     def charge_prompt(self, tokens: int) -> None:
         """So many tokens more. Raises QuotaExceeded if others used them up since the request began."""
-        self._check_tokens(self._clock())
+        self._check({TOKENS: 1})
         self.charge(tokens)
 
     def charge(self, tokens: int) -> None:
         """So many tokens more, of an answer under way; the next request waits for them."""
-        if self._tokens is not None:
-            self._tokens.take(tokens, self._clock())
+        part = self._parts[TOKENS]
+        if part.is_limited:
+            part.used += tokens
+            if part.free < 0:
+                self._changed()
 
     @contextmanager
     def making(
@@ -111,40 +378,50 @@ class Use:
 
         Raises QuotaExceeded, QuotaTooSmall. Capsules count until `is_kept(capsule)` says that they are gone.
         """
-        key = self.key
-        if key.max_capsules is None and key.max_capsule_tokens is None:
+        if not (self._parts[CAPSULES].is_limited or self._parts[CAPSULE_TOKENS].is_limited):
             yield lambda capsule: None
             return
-        if key.max_capsules == 0:
-            raise QuotaTooSmall("capsules", 1, 0)
-        if key.max_capsule_tokens is not None and tokens > key.max_capsule_tokens:
-            raise QuotaTooSmall("tokens in capsules", tokens, key.max_capsule_tokens)
-        self._capsules = {c: n for c, n in self._capsules.items() if is_kept(c)}
-        num = len(self._capsules) + len(self._making)
-        if key.max_capsules is not None and num >= key.max_capsules:
-            raise QuotaExceeded("capsules", num, key.max_capsules, MINUTE_S)
-        kept = sum(self._capsules.values()) + sum(self._making)
-        if key.max_capsule_tokens is not None and kept + tokens > key.max_capsule_tokens:
-            raise QuotaExceeded("tokens in capsules", kept, key.max_capsule_tokens, MINUTE_S)
-        self._making.append(tokens)
+        self._check_size(CAPSULES, 1)
+        self._check_size(CAPSULE_TOKENS, tokens)
+        for gone in [each for each in self._capsules if not is_kept(each)]:
+            self.unkeep(gone)
+        self._check({CAPSULES: 1, CAPSULE_TOKENS: tokens})
+        self._count_capsule(1, tokens)
+
+        def keep(capsule: CapsuleId) -> None:
+            self.unkeep(capsule)
+            self._capsules[capsule] = tokens
+            self._count_capsule(1, tokens)
+
         try:
-            yield lambda capsule: self._capsules.update({capsule: tokens})
+            yield keep
         finally:
-            self._making.remove(tokens)
+            self._count_capsule(-1, -tokens)
 
     def unkeep(self, capsule: CapsuleId) -> None:
         """`capsule` is not kept any more, though it may be there: it counts no more."""
-        self._capsules.pop(capsule, None)
+        tokens = self._capsules.pop(capsule, None)
+        if tokens is not None:
+            self._count_capsule(-1, -tokens)
 
-    def _check_tokens(self, now: float) -> None:
-        if self._tokens is not None and (wait := self._tokens.wait_s(1.0, now)) > 0:
-            per_minute = self._tokens.per_minute
-            raise QuotaExceeded("tokens per minute", per_minute, per_minute, wait)
+    def _count_capsule(self, num: int, tokens: int) -> None:
+        self._parts[CAPSULES].used += num
+        self._parts[CAPSULE_TOKENS].used += tokens
+        self._changed()
 
-    def _bucket(self, old: Bucket | None, per_minute: int | None) -> Bucket | None:
-        if per_minute is None or (old is not None and old.per_minute == per_minute):
-            return None if per_minute is None else old
-        return Bucket(per_minute, self._clock())
+    def _check_size(self, what: str, n: int) -> None:
+        part = self._parts[what]
+        if part.is_limited and n > part.limit:
+            raise QuotaTooSmall(what, n, part.limit)
+
+
+_NAMES: Final = {
+    "branches": BRANCHES,
+    "capsules": CAPSULES,
+    "capsule_tokens": CAPSULE_TOKENS,
+}
+_FIRST: Final = {RUNNING: 1.0, REQUESTS: 1.0, TOKENS: 1.0}
+_MAYBE: Final = {BRANCHES: 1.0, CAPSULES: 1.0}
 
 
 class Visit:
@@ -177,6 +454,11 @@ class Visit:
             yield more
         finally:
             more.__exit__()
+
+    async def ready(self, **need: float) -> None:
+        """See `Use.ready`: `branches`, `capsules`, `capsule_tokens`; by default of a request to begin."""
+        if self._use is not None:
+            await self._use.ready(**need)
 
     def another(self) -> "Visit":
         """One more request under the same key, which has not begun."""

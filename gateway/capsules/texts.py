@@ -31,7 +31,6 @@ from mallee.runtime.tasks import Tasks
 log = logging.getLogger(__name__)
 
 TTL_S: Final = 172_800.0
-MAX_NBYTES: Final = 256 << 20
 MAX_DEPTH: Final = 16  # of texts that a text begins with: it is read one by one
 MAX_TOLD_NBYTES: Final = 512 << 10  # of a text in an answer; a longer one goes by the store
 RELEASE_S: Final = 1.0  # for the store to have a release, before the client is answered
@@ -50,9 +49,7 @@ class CapsuleTexts:
         memory: TokenMemory,
         tasks: Tasks,
     ) -> None:
-        self._bucket = store.bucket(
-            "texts", StoredText, version=_LAYOUT, ttl_s=TTL_S, max_nbytes=MAX_NBYTES
-        )
+        self._bucket = store.bucket("texts", StoredText, version=_LAYOUT, ttl_s=TTL_S)
         self._store = store
         self._peers = peers
         self._memory = memory

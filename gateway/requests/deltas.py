@@ -129,7 +129,7 @@ class DeltaQueue:
         branch = self._branches.popleft()
         deltas = self._waiting.pop(branch)
         if len(deltas) == 1:
-            self._size -= _size(deltas[0])
+            self._size = self._size - _size(deltas[0]) if self._branches else 0
             return deltas[0]
         num = size = 0
         for delta in deltas:

@@ -1,58 +1,49 @@
-"""A gateway's sessions: its own requests' and those that other gateways tell of. Listed, forked, closed."""
+"""A gateway's sessions: kept in the gateways' store, with a copy of those that are used here."""
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from typing import Final, NamedTuple
 
 from mallee.gateway.capsules.capsules import Capsules
-from mallee.gateway.records import SharedRecords
+from mallee.gateway.peers import Peers
 from mallee.gateway.requests.deltas import Delta
 from mallee.gateway.requests.lives import BranchLife
 from mallee.gateway.requests.observers import Observer
-from mallee.gateway.sessions.trees import LATE_S, SessionKey, SessionTree, SessionTrees
+from mallee.gateway.sessions.copies import SessionCopies, SessionLimits
+from mallee.gateway.sessions.trees import TICK_S, LeftNode, SessionKey, SessionTree
 from mallee.gateway.shell import GatewayContext, Shell
+from mallee.gateway.store.store import Entry, Store, StoreAway
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import (
     InvalidParameter,
-    LookupIncomplete,
     MalleeError,
     NotFound,
     SessionClosed,
+    Unavailable,
 )
 from mallee.protocol.gateways.session_notes import (
+    Derived,
+    EndedRequests,
     NodeNote,
-    SessionNote,
-    SessionNotes,
-    SessionsAsk,
-    decode_session_note,
-    decode_session_notes,
-    decode_sessions_ask,
+    SessionHead,
+    decode_derived,
+    decode_ended_requests,
 )
 from mallee.protocol.hashing import NO_HASHES, Hashes, Tokens
 from mallee.protocol.ids import CapsuleId, RequestId, Scope, request_of
-from mallee.protocol.subjects import Subjects
 from mallee.router.dispatch.jobs import Job
 from mallee.router.dispatch.shards import Shard
 from mallee.router.placement.placer import Placement
-from mallee.runtime.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
-MAX_TOLD_NODES: Final = 2048  # of one message: a few hundred kilobytes
 NUM_RELEASED: Final = 64  # capsules at once
-_KIND: Final = "session"
 CLOSE_S: Final = 30.0  # for the workers of all capsules of a session
-
-
-@dataclass(frozen=True, slots=True)
-class SessionLimits:
-    """`max_nodes` counts sessions and their capsules; a session is forgotten after `ttl_s` without use."""
-
-    max_nodes: int = 65_536
-    ttl_s: float = 86_400.0
+_CLOSE: Final = "session.close"
+_DERIVE: Final = "session.derive"
 
 
 class SessionView(NamedTuple):
@@ -62,62 +53,55 @@ class SessionView(NamedTuple):
     parent: str
     created: float
     used: float
-    nodes: Sequence[NodeNote]
+    num_capsules: int
     num_running: int  # at this gateway
-    budget: str  # names the account that bounds it; "": it has none of its own
+    nodes: Sequence[NodeNote] = ()
+    budget: str = ""  # names the account that bounds it; "": it has none of its own
     children: Sequence[str] = ()
 
 
 class Closed(NamedTuple):
-    """A session's end. `num_left` capsules could not be released: their workers are silent, or refuse.
-
-    `num_cancelled`: requests of this gateway.
-    """
+    """A session's end. `num_left` capsules could not be released: their workers are silent, or refuse."""
 
     released: tuple[CapsuleId, ...]
     num_left: int
-    num_cancelled: int
+    num_cancelled: int  # requests
 
 
 class GatewaySessions:
-    """The sessions of one gateway. Belongs to one event loop. `records` ask the others for theirs."""
+    """The sessions of one gateway. Belongs to one event loop.
+
+    What another gateway has put into a session is read in the background where a request runs in it, and
+    before a client that asks for it is answered. `trees` are the copies that are here. Methods that wait
+    raise StoreAway and OtherLayout.
+    """
 
     def __init__(
         self,
         context: GatewayContext,
         shell: Shell,
         capsules: Capsules,
-        records: SharedRecords,
+        store: Store,
+        peers: Peers,
         limits: SessionLimits,
     ) -> None:
-        self._bus = context.bus
         self._gateway = context.gateway
-        self._subjects = Subjects.of(context.fleet)
-        self._new_name = context.ids.new
         self._clock = context.wall_clock
         self._shell = shell
         self._capsules = capsules
-        self._records = records
-        self.trees = SessionTrees(
-            max_nodes=limits.max_nodes,
-            ttl_s=limits.ttl_s,
-            block_size=context.router.config.block_size,
-            clock=self._clock,
-        )
-        self.tasks = Tasks("the gateways' sessions")
-        records.share(_KIND, self._tell_note)
+        self._peers = peers
+        self._copies = SessionCopies(context, store, peers, limits, self._over)
+        self._stored = self._copies.stored
+        self.trees = self._copies.trees
+        self.tasks = self._copies.tasks
+        self._catching_up: dict[RequestId, list[Callable[[], None]]] = {}  # what waits for it
+        peers.share(_CLOSE, self._closed_elsewhere)
+        peers.share(_DERIVE, self._derived_elsewhere)
         capsules.watch(self)
 
     async def start_up(self) -> None:
-        """Hear of others' sessions from now on, and ask for those so far. Doesn't wait for the broker."""
-        await self._bus.subscribe(self._subjects.sessions_told(), self._on_told)
-        await self._bus.subscribe(self._subjects.sessions_asks(), self._on_ask)
-        self._bus.on_state(self._on_state)
-        self._on_state(is_up=True)
-
-    def _on_state(self, is_up: bool) -> None:
-        if is_up:  # what was told meanwhile was not heard
-            self._bus.publish(self._subjects.sessions_asks(), encode(SessionsAsk(self._gateway)))
+        """Hear of what was closed meanwhile, and store what could not be, whenever the broker is back."""
+        await self._copies.start_up()
 
     async def close_up(self) -> None:
         await self.tasks.close()
@@ -127,7 +111,7 @@ class GatewaySessions:
     def begin(self, request: RequestId, job: Job) -> "SessionRequest":
         """A job of a session was accepted. Returns what has to see it."""
         terms = job.terms
-        note = self.trees.begin(
+        tree = self.trees.begin(
             request,
             SessionKey(job.scope, terms.session),
             parent=terms.parent_session,
@@ -136,97 +120,197 @@ class GatewaySessions:
             prompt_tokens=job.prompt_tokens,
             is_last=terms.ends_session,
         )
-        self._tell(note)
+        line = [tree.key]
+        if tree.parent:
+            line.append(SessionKey(job.scope, tree.parent))
+        if any(map(self._copies.may_have_news, line)) or self._copies.is_due(tree):
+            self._catching_up[request] = []
+            self.tasks.spawn(self._catch_up(request, line))
         return SessionRequest(self, request)
 
     def left(self, request: RequestId, capsule: CapsuleId, tokens: int, hashes: Hashes) -> None:
         """A branch left a capsule, after a prompt of these blocks."""
-        self._tell(self.trees.left(request, capsule, tokens, hashes, self._capsules.hashes))
+        hashes_of = self._capsules.hashes
+        self._note(request, partial(self.trees.left, request, capsule, tokens, hashes, hashes_of))
 
     def cut(self, request: RequestId, capsule: CapsuleId, tokens: int) -> None:
-        self._tell(self.trees.cut(request, capsule, tokens))
+        self._note(request, partial(self.trees.cut, request, capsule, tokens))
 
     def rewound(self, scope: Scope, source: CapsuleId, capsule: CapsuleId, boundary: int) -> None:
-        self._tell(self.trees.derived(capsule, source, boundary))
+        derived = Derived(capsule, boundary)
+
+        def note() -> None:
+            if not self._derive(source, derived) and self._peers.others:
+                self.tasks.spawn(ask())
+
+        async def ask() -> None:
+            await self._peers.ask_all(_DERIVE, source, scope, given=encode(derived))
+
+        self._once_read(request_of(source), note)
 
     def ended(self, request: RequestId) -> None:
         """Nothing of the request runs any more; the last one of a session closes that."""
+        self._once_read(request, partial(self._end, request))
+
+    def _end(self, request: RequestId) -> None:
         key = self.trees.ended(request)
         if key is not None:
             self.tasks.spawn(self._close_after(key))
 
     async def _close_after(self, key: SessionKey) -> None:
-        with suppress(NotFound):
+        try:
             await self.close(key.name, key.scope)
+        except NotFound:
+            pass
+        except Unavailable as error:
+            log.info("a session's last request closes it here, and elsewhere later: %s", error)
+            tree = self.trees.close(key)
+            if tree is not None:
+                self._stored.end_soon(tree, max(self._clock(), tree.created))
+                self._end_requests(tree)
+                await self._release_all(tree.own, key.scope)
+
+    def _note(self, request: RequestId, change: Callable[[], LeftNode | None]) -> None:
+        """Make a change of a tree, and store it."""
+
+        def note() -> None:
+            if (left := change()) is not None:
+                self._stored.add_soon(*left)
+
+        self._once_read(request, note)
+
+    def _once_read(self, request: RequestId, call: Callable[[], None]) -> None:
+        """Call it once the sessions that `request` needs are here; at once, if they are."""
+        waiting = self._catching_up.get(request)
+        if waiting is None:
+            call()
+        else:
+            waiting.append(call)
+
+    async def _catch_up(self, request: RequestId, line: Sequence[SessionKey]) -> None:
+        """Read what others have put into a request's session and the one above it; store that it is used."""
+        try:
+            await self._copies.save(line[0])
+            for key in filter(self._copies.may_have_news, line):
+                await self._copies.read(key)
+            self.trees.caught_up(request)
+        except Unavailable as error:
+            log.info("a session is stored later: %s", error)
+            self._copies.save_soon(line[0])
+        finally:
+            for call in self._catching_up.pop(request):
+                call()
+
+    def _derive(self, source: CapsuleId, derived: Derived) -> bool:
+        """Whether a session here has `source`, and now the other one."""
+        left = self.trees.derived(CapsuleId(derived.capsule), source, derived.tokens)
+        if left is not None:
+            self._stored.add_soon(*left)
+        return left is not None
+
+    async def _derived_elsewhere(self, name: str, _: Scope, given: bytes) -> bytes | None:
+        self._derive(CapsuleId(name), decode_derived(given))
+        return None
 
     # Clients
 
-    async def learn(self, name: str, scope: Scope, capsule: str | None = None) -> None:
-        """Ask other gateways for a session that is not here, or has no such `capsule` (None: none at all).
-
-        What they publish of it may be on its way. Raises LookupIncomplete.
-        """
-        key = SessionKey(scope, name)
-        tree = self.trees.get(key)
-        if tree is not None and (tree.nodes if capsule is None else capsule in tree.nodes):
-            return
-        asking = self._records.gather(_KIND, self._new_name(scope), scope, given=name.encode())
-        notes, is_whole = await asking
-        for note in notes:
-            self.hear(decode_session_note(note))
-        if not is_whole and self.trees.get(key) is None:
-            raise LookupIncomplete("not every other gateway has answered")
-
-    async def _tell_note(self, _: str, scope: Scope, name: bytes) -> bytes | None:
-        tree = self.trees.get(SessionKey(scope, name.decode()))
-        return None if tree is None else encode(tree.note())
-
-    def page(self, scope: Scope, after: str, most: int) -> list[SessionView]:
+    async def page(self, scope: Scope, after: str, most: int) -> list[SessionView]:
         """The first `most` sessions of `scope` whose names come after `after`, in order."""
-        return [_view(tree) for tree in self.trees.page(scope, after, most)]
+        names = set(await self._stored.names(scope))
+        names |= {tree.key.name for tree in self.trees.of(scope) if tree.entry is None}
+        rest = sorted(name for name in names if name > after)
+        found: list[SessionView] = []
+        while rest and len(found) < most:
+            part, rest = rest[: most - len(found)], rest[most - len(found) :]
+            views = await asyncio.gather(*(self._listed(SessionKey(scope, name)) for name in part))
+            found += [view for view in views if view is not None]
+        return found
 
-    def show(self, name: str, scope: Scope) -> SessionView:
-        """Raises NotFound, also for one of another scope."""
-        tree = self._tree(name, scope)
-        return _view(tree)._replace(children=self.trees.children(tree.key))
+    async def _listed(self, key: SessionKey) -> SessionView | None:
+        """Without its nodes; None: it is gone."""
+        tree = await self._copies.read_head(key)
+        if tree is None:
+            return None
+        capsules = {*await self._stored.capsules(key), *tree.nodes}
+        return _view(tree)._replace(num_capsules=len(capsules))
 
-    def budget(self, name: str, scope: Scope, parent: str = "") -> str:
+    async def show(self, name: str, scope: Scope) -> SessionView:
+        """As it is known here, if the store is away. Raises NotFound, also for one of another scope."""
+        key = SessionKey(scope, name)
+        try:
+            tree, children = (
+                await self._copies.read(key, is_anew=True),
+                await self._stored.children(key),
+            )
+            below = [SessionKey(scope, child) for child in self.trees.children(key)]
+            await self._copies.each(below, self._copies.read_head)
+        except StoreAway:
+            tree, children = self.trees.get(key), []
+            if tree is None or not tree.is_whole:
+                raise
+        children = sorted({*children, *self.trees.children(key)})
+        return _view(_found(tree))._replace(children=children)
+
+    async def recall(self, scope: Scope, tenant: str, most: int) -> None:
+        """Have a copy of the sessions of `scope`, which is one of `tenant`, that were used last."""
+        known = {tree.key.name for tree in self.trees.of(scope)}
+        new = [name for name in await self._stored.names(scope) if name not in known]
+        await self._copies.each([SessionKey(scope, name) for name in new], self._copies.read_head)
+        await self.look(tree.key for tree in self.trees.newest(scope, tenant, most))
+
+    async def look(self, keys: Iterable[SessionKey]) -> None:
+        """Read the trees of sessions."""
+        await self._copies.each(keys, self._copies.read)
+
+    async def budget(self, name: str, scope: Scope, parent: str = "") -> str:
         """The name of the budget that bounds a session, its own or of one above; "" if none does.
 
-        It names the account: `account_of`. `parent`: above the session, if that is new.
+        It names the account: `account_of`. `parent`: above the session, if that is new. While the store is
+        away, as far as is known here.
         """
-        return self.trees.budget(SessionKey(scope, name), parent)
+        return await self.own_budget(name, scope) or await self.budget_above(name, scope, parent)
 
-    def budget_above(self, name: str, scope: Scope, parent: str = "") -> str:
-        """As `budget`, but for the session's own."""
-        return self.trees.budget_above(SessionKey(scope, name), parent)
-
-    def own_budget(self, name: str, scope: Scope) -> str:
+    async def own_budget(self, name: str, scope: Scope) -> str:
         """The name of the session's own budget; "" if it has none, or there is no such session."""
-        tree = self.trees.get(SessionKey(scope, name))
+        tree = await self._copies.fresh(SessionKey(scope, name))
         return "" if tree is None else tree.budget
 
-    def give(
-        self, name: str, scope: Scope, budget: str, *, parent: str, tenant: str
-    ) -> SessionNote:
-        """Have a session, which may be new, bounded by `budget`; what other gateways are to know."""
+    async def budget_above(self, name: str, scope: Scope, parent: str = "") -> str:
+        """As `budget`, but for the session's own, which has been read."""
         key = SessionKey(scope, name)
-        note = self.trees.give(key, budget, parent=parent, tenant=tenant).told(())
-        self._tell(note)
-        return note
+        own = last = self.trees.get(key)
+        seen = {key}  # clients may name parents in a circle
+        above = parent if own is None else own.parent or parent
+        while above:
+            key = SessionKey(scope, above)
+            over = None if key in seen else await self._copies.fresh(key)
+            if over is None:
+                break
+            seen.add(key)
+            last, above = over, "" if over.budget else over.parent
+        if last is None:
+            return ""
+        bound = last.above if last is own else last.bound
+        if own is not None and bound:
+            own.above = bound
+        return bound
 
-    def hear(self, note: SessionNote) -> None:
-        """News of another gateway, which also come by broadcast."""
-        closed = self.trees.merge(note)
-        if closed is not None:
-            self._end_requests(closed)
-            self.tasks.spawn(self._release_news(closed))
+    async def give(self, name: str, scope: Scope, budget: str, *, parent: str, tenant: str) -> None:
+        """Have a session, which may be new, bounded by `budget`; every gateway that looks sees it then.
 
-    def root_of_fork(self, name: str, scope: Scope, new: str, capsule: str | None) -> NodeNote:
+        Raises StoreFull.
+        """
+        key = SessionKey(scope, name)
+        self.trees.give(key, budget, parent=parent, tenant=tenant)
+        await self._copies.save(key)
+
+    async def root_of_fork(
+        self, name: str, scope: Scope, new: str, capsule: str | None
+    ) -> NodeNote:
         """The capsule that a fork `new` of this session would begin with. Raises as `fork`."""
-        tree = self._tree(name, scope)
-        if self.trees.get(SessionKey(scope, new)) is not None:
-            raise InvalidParameter("session", new, "there is a session of that name; give another")
+        tree = _found(await self._copies.read(SessionKey(scope, name)))
+        if await self._copies.read_head(SessionKey(scope, new)) is not None:
+            raise _taken(new)
         node = tree.last if capsule is None else tree.nodes.get(capsule)
         if node is None and capsule is not None:
             raise InvalidParameter("capsule", capsule, "it is none of this session's")
@@ -234,30 +318,88 @@ class GatewaySessions:
             raise InvalidParameter("session", name, "it has left no capsule yet")
         return node
 
-    def fork(
+    async def fork(
         self, name: str, scope: Scope, new: str, capsule: str | None, *, budget: str = ""
-    ) -> tuple[SessionView, SessionNote]:
+    ) -> SessionView:
         """A session `new` that begins with a capsule of this one; None: with the newest.
 
-        And what other gateways are to know. Raises NotFound, InvalidParameter.
+        Raises NotFound, InvalidParameter, StoreFull.
         """
-        node = self.root_of_fork(name, scope, new, capsule)
-        forked = self.trees.fork(self._tree(name, scope), new, node, budget)
-        note = forked.note()
-        self._tell(note)
-        return _view(forked), note
+        node = await self.root_of_fork(name, scope, new, capsule)
+        source = _found(self.trees.get(SessionKey(scope, name)))
+        key = SessionKey(scope, new)
+        now = max(self._clock(), await self._stored.ended(key) + TICK_S)
+        head = SessionHead(
+            parent=name,
+            tenant=source.tenant,
+            created=now,
+            used=now,
+            gateway=self._gateway,
+            kept=now,
+            budget=budget,
+            given=now if budget else 0.0,
+        )
+        revision = await self._stored.put(key, head, 0)
+        if revision is None:
+            raise _taken(new)
+        tree = self.trees.fork(key, Entry(head, revision), node)
+        await self._stored.keep(tree)
+        return _view(tree)
 
     async def close(self, name: str, scope: Scope) -> Closed:
         """End a session: its running requests end with SessionClosed, its capsules are released.
 
         Sessions below it stay. Raises NotFound.
         """
-        tree = self._tree(name, scope)
-        self.trees.close(tree.key)
-        self._tell(SessionNote(scope, name, is_closed=True))
-        num_cancelled = self._end_requests(tree)
-        released, num_left = await self._release_all(tree.own, scope)
-        return Closed(released, num_left, num_cancelled)
+        key = SessionKey(scope, name)
+        tree = _found(await self._copies.read(key))
+        await self._stored.end(key, max(self._clock(), tree.created))
+        self.trees.close(key)
+        self._stored.take_back(tree, only_waiting=True)
+        ended = [EndedRequests(self._end_requests(tree), tuple(tree.own))]
+        told, _ = await self._peers.ask_all(_CLOSE, name, scope)
+        ended += map(decode_ended_requests, told)
+        await self._stored.delete(tree)
+        if tree.bound:
+            await self._bind(key, tree.bound)
+        own = dict.fromkeys(capsule for each in ended for capsule in each.capsules)
+        released, num_left = await self._release_all([*map(CapsuleId, own)], scope)
+        return Closed(released, num_left, sum(each.num_cancelled for each in ended))
+
+    async def _bind(self, over: SessionKey, bound: str) -> None:
+        """Have the sessions below one that is over bounded by its budget still."""
+
+        async def bind(key: SessionKey) -> None:
+            if (tree := await self._copies.read_head(key)) is not None:
+                tree.above = bound
+                await self._copies.save(key)
+
+        with suppress(StoreAway):
+            names = await self._stored.children(over)
+            await self._copies.each([SessionKey(over.scope, name) for name in names], bind)
+
+    async def _closed_elsewhere(self, name: str, scope: Scope, _: bytes) -> bytes | None:
+        tree = self.trees.close(SessionKey(scope, name))
+        if tree is None:
+            return None
+        self._stored.take_back(tree, only_waiting=True)
+        return encode(EndedRequests(self._end_requests(tree), tuple(tree.own)))
+
+    def _over(self, tree: SessionTree) -> None:
+        """It was closed while this gateway could not be asked, and may have left more than was released."""
+        self._stored.take_back(tree, only_waiting=False)
+        self._end_requests(tree)
+
+        async def release() -> None:
+            await self._release_all(tree.own, tree.key.scope)
+
+        self.tasks.spawn(release())
+
+    def _end_requests(self, tree: SessionTree) -> int:
+        running = sorted(tree.running)
+        for request in running:
+            self._shell.give_up(request, SessionClosed())
+        return len(running)
 
     async def _release_all(
         self, capsules: Sequence[CapsuleId], scope: Scope
@@ -285,56 +427,6 @@ class GatewaySessions:
             log.warning("workers did not release the capsules of a session in %g s", CLOSE_S)
         num_left = len(capsules) - len(released) - len(gone)
         return tuple(capsule for capsule in capsules if capsule in released), num_left
-
-    def _end_requests(self, tree: SessionTree) -> int:
-        running = sorted(tree.running)
-        for request in running:
-            self._shell.give_up(request, SessionClosed())
-        return len(running)
-
-    def _tree(self, name: str, scope: Scope) -> SessionTree:
-        tree = self.trees.get(SessionKey(scope, name))
-        if tree is None:
-            raise NotFound("no session of that name is here", param="session")
-        return tree
-
-    # Other gateways
-
-    def _tell(self, note: SessionNote | None) -> None:
-        if note is not None:
-            self._publish([note])
-
-    def _publish(self, notes: Sequence[SessionNote]) -> None:
-        raw = encode(SessionNotes(self._gateway, tuple(notes)))
-        self._bus.publish(self._subjects.sessions_told(), raw)
-
-    def _on_ask(self, raw: bytes) -> None:
-        if decode_sessions_ask(raw).gateway == self._gateway:
-            return
-        batch: list[SessionNote] = []
-        size = 0
-        for note in self.trees.notes():
-            batch.append(note)
-            size += 1 + len(note.nodes)
-            if size >= MAX_TOLD_NODES:
-                self._publish(batch)
-                batch, size = [], 0
-        if batch:
-            self._publish(batch)
-
-    def _on_told(self, raw: bytes) -> None:
-        told = decode_session_notes(raw)
-        if told.gateway == self._gateway:
-            return
-        for note in told.notes:
-            self.hear(note)
-
-    async def _release_news(self, closed: SessionTree) -> None:
-        """Release what the gateway that closed a session may not have heard of yet."""
-        since = self._clock() - LATE_S
-        own = [node for node in closed.nodes.values() if not node.is_root]
-        news = [CapsuleId(node.capsule) for node in own if node.created > since]
-        await self._release_all(news, closed.key.scope)
 
 
 class SessionRequest(Observer):
@@ -373,13 +465,25 @@ class SessionRequest(Observer):
 
 
 def _view(tree: SessionTree) -> SessionView:
-    nodes = list(tree.nodes.values())
+    nodes = [*tree.nodes.values()]
     return SessionView(
         name=tree.key.name,
         parent=tree.parent,
         created=tree.created,
         used=tree.used,
-        nodes=nodes,
+        num_capsules=len(nodes),
         num_running=len(tree.running),
+        nodes=nodes,
         budget=tree.budget,
     )
+
+
+def _found(tree: SessionTree | None) -> SessionTree:
+    """Raises NotFound."""
+    if tree is None:
+        raise NotFound("no session of that name is here", param="session")
+    return tree
+
+
+def _taken(name: str) -> InvalidParameter:
+    return InvalidParameter("session", name, "there is a session of that name; give another")

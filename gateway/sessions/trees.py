@@ -6,24 +6,26 @@ the one with the longest prompt, and of its branches the one whose text goes on 
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from heapq import nsmallest
-from itertools import islice, takewhile
+from heapq import nlargest
+from itertools import takewhile
+from operator import attrgetter
 from typing import Final, NamedTuple
 
 import numpy as np
 from msgspec import structs
 
 from mallee.gateway.sessions.shares import Shares
-from mallee.protocol.gateways.session_notes import NodeNote, SessionNote
+from mallee.gateway.store.store import Entry
+from mallee.protocol.gateways.session_notes import NodeNote, SessionHead
 from mallee.protocol.hashing import NO_HASHES, Hashes
 from mallee.protocol.ids import CapsuleId, RequestId, Scope
 
 MAX_SESSION_NODES: Final = 1024
 END_TOKENS: Final = 16  # of a prompt, that the next turn's may not repeat
-LATE_S: Final = 60.0  # in which news of a closed session may still be on its way
-MAX_CLOSED: Final = 4096
+USED_S: Final = 5.0  # a session is stored so often at most because it was used
+TICK_S: Final = 1e-3  # what is later than something else is later by so much at least
 
 HashesOf = Callable[[CapsuleId], Hashes]
 """The chain hashes of a capsule's full blocks, as far as they are known."""
@@ -47,10 +49,12 @@ class SessionTree:
     tenant: str = ""
     budget: str = ""  # names the account that bounds it
     given: float = 0.0  # when
-    above: str = ""  # the same of a session above it that is over
+    above: str = ""  # the same of a session above it, which may be over
     nodes: dict[str, NodeNote] = field(default_factory=dict)  # by capsule, oldest first
     running: set[RequestId] = field(default_factory=set)  # here
     num_changes: int = 0  # of `nodes`
+    entry: Entry[SessionHead] | None = None  # as it is stored, as far as is known
+    is_whole: bool = False  # all nodes that were stored when it was read last are here
 
     @property
     def last(self) -> NodeNote | None:
@@ -62,24 +66,41 @@ class SessionTree:
         """The capsules of the session itself."""
         return [CapsuleId(node.capsule) for node in self.nodes.values() if not node.is_root]
 
-    def note(self) -> SessionNote:
-        return self.told(tuple(self.nodes.values()))
+    @property
+    def bound(self) -> str:
+        """The name of the budget that bounds it, its own or that of one above, as far as is known."""
+        return self.budget or self.above
 
-    def told(self, nodes: tuple[NodeNote, ...]) -> SessionNote:
-        """News of these nodes for other gateways."""
-        return SessionNote(
-            *self.key,
-            self.parent,
-            nodes,
+    def head(self, gateway: str, keep_s: float) -> SessionHead:
+        """As `gateway`, which uses it, has to store it; its nodes are to be put anew after `keep_s`."""
+        stored = None if self.entry is None else self.entry.value
+        is_due = stored is None or self.used - stored.kept >= keep_s
+        return SessionHead(
+            parent=self.parent,
             tenant=self.tenant,
+            created=self.created,
+            used=self.used,
+            gateway=gateway if stored is None or stored.gateway == gateway else "",
+            kept=self.used if stored is None or is_due else stored.kept,
             budget=self.budget,
             given=self.given,
             above=self.above,
         )
 
+    def is_due(self, head: SessionHead) -> bool:
+        """Whether that is to be stored now."""
+        if self.entry is None:
+            return True
+        stored = self.entry.value
+        is_used = head.used - stored.used >= USED_S
+        return is_used or structs.replace(head, used=stored.used, kept=stored.kept) != stored
+
 
 class _Asked(NamedTuple):
-    """A request under way. `nodes`: those of its session, and of that session's parent, when it began."""
+    """A request under way. `nodes`: those of its session, and of that session's parent, when it began.
+
+    Or as they were when those of other gateways had been read.
+    """
 
     key: SessionKey
     capsule: CapsuleId | None  # that it continues
@@ -88,17 +109,34 @@ class _Asked(NamedTuple):
     nodes: tuple[NodeNote, ...]
 
 
+class LeftNode(NamedTuple):
+    """A node that is new, or has changed, of a session."""
+
+    key: SessionKey
+    node: NodeNote
+
+
 class SessionTrees:
     """The sessions that one gateway knows. At most `max_nodes` of them and their capsules.
 
-    Beyond that the tenant with the most loses the session that it used longest ago.
-    A session without use for `ttl_s` is forgotten. `clock` gives seconds since the epoch.
+    Beyond that the tenant with the most loses the session that it used longest ago: `on_evicted`. A session
+    loses the oldest of its capsules: `on_dropped`. Without use for `ttl_s` it is forgotten. `clock` gives
+    seconds since the epoch.
     """
 
     def __init__(
-        self, *, max_nodes: int, ttl_s: float, block_size: int, clock: Callable[[], float]
+        self,
+        *,
+        max_nodes: int,
+        ttl_s: float,
+        block_size: int,
+        clock: Callable[[], float],
+        on_evicted: Callable[[SessionTree], None] = lambda tree: None,
+        on_dropped: Callable[[SessionTree, str], None] = lambda tree, capsule: None,
     ) -> None:
         self._max_nodes = max_nodes
+        self._on_evicted = on_evicted
+        self._on_dropped = on_dropped
         self._ttl_s = ttl_s
         self._block_size = block_size
         self._clock = clock
@@ -109,7 +147,6 @@ class SessionTrees:
         self._of_tenant: dict[str, OrderedDict[SessionKey, SessionTree]] = {}  # last used last
         self._shares = Shares()  # of sessions and nodes
         self._size = 0  # sessions and nodes
-        self._closed: OrderedDict[SessionKey, float] = OrderedDict()  # when, the last one last
 
     # Requests
 
@@ -123,15 +160,24 @@ class SessionTrees:
         capsule: CapsuleId | None = None,
         prompt_tokens: int = 0,
         is_last: bool = False,
-    ) -> SessionNote | None:
-        """A request of a session begins. Returns news for other gateways: the session is new."""
-        is_new = key not in self._trees
+    ) -> SessionTree:
+        """A request of a session begins."""
         tree = self._used(key, parent, tenant)
         tree.running.add(request)
-        above = self._trees.get(SessionKey(key.scope, tree.parent)) if tree.parent else None
-        nodes = (*(above.nodes.values() if above else ()), *tree.nodes.values())
-        self._asked[request] = _Asked(key, capsule, prompt_tokens, is_last, nodes)
-        return tree.told(()) if is_new else None
+        self._asked[request] = _Asked(key, capsule, prompt_tokens, is_last, self._line(tree))
+        return tree
+
+    def caught_up(self, request: RequestId) -> None:
+        """Its session, and that session's parent, have been read since it began."""
+        asked = self._asked.get(request)
+        tree = None if asked is None else self._trees.get(asked.key)
+        if asked is not None and tree is not None:
+            self._asked[request] = asked._replace(nodes=self._line(tree))
+
+    def _line(self, tree: SessionTree) -> tuple[NodeNote, ...]:
+        """The nodes among which parents of a session's are found."""
+        above = self._trees.get(SessionKey(tree.key.scope, tree.parent)) if tree.parent else None
+        return (*(above.nodes.values() if above else ()), *tree.nodes.values())
 
     def left(
         self,
@@ -140,7 +186,7 @@ class SessionTrees:
         tokens: int,
         hashes: Hashes = NO_HASHES,
         hashes_of: HashesOf = lambda capsule: NO_HASHES,
-    ) -> SessionNote | None:
+    ) -> LeftNode | None:
         """A branch of the request left a capsule; `hashes` are of the full blocks of its prompt."""
         asked = self._asked.get(request)
         if asked is None:
@@ -148,7 +194,7 @@ class SessionTrees:
         tree = self._trees.get(asked.key)
         if tree is None or request not in tree.running:
             return None  # it was closed meanwhile
-        now = self._clock()
+        now = self._now(tree)
         if asked.capsule is not None:
             before = next((n for n in asked.nodes if n.capsule == asked.capsule), None)
             node = NodeNote(capsule, asked.capsule, request, tokens, now)
@@ -174,9 +220,9 @@ class SessionTrees:
             )
         self._used(asked.key)
         self._put(tree, node)
-        return tree.told((node,))
+        return LeftNode(asked.key, node)
 
-    def cut(self, request: RequestId, capsule: CapsuleId, tokens: int) -> SessionNote | None:
+    def cut(self, request: RequestId, capsule: CapsuleId, tokens: int) -> LeftNode | None:
         """A capsule ends earlier than it was told to."""
         asked = self._asked.get(request)
         key = self._of_capsule.get(capsule) if asked is None else asked.key
@@ -186,19 +232,19 @@ class SessionTrees:
             return None
         tree.nodes[capsule] = node = structs.replace(node, tokens=tokens)
         tree.num_changes += 1
-        return tree.told((node,))
+        return LeftNode(key, node)
 
-    def derived(self, capsule: CapsuleId, source: CapsuleId, tokens: int) -> SessionNote | None:
+    def derived(self, capsule: CapsuleId, source: CapsuleId, tokens: int) -> LeftNode | None:
         """`capsule` is the beginning of `source`, and belongs where that does."""
         key = self._of_capsule.get(source)
         tree = None if key is None else self._trees.get(key)
         if key is None or tree is None:
             return None
         node = structs.replace(
-            tree.nodes[source], capsule=capsule, tokens=tokens, created=self._clock()
+            tree.nodes[source], capsule=capsule, tokens=tokens, created=self._now(tree)
         )
         self._put(tree, node)
-        return tree.told((node,))
+        return LeftNode(key, node)
 
     def ended(self, request: RequestId) -> SessionKey | None:
         """The session of the request, if that was its last."""
@@ -237,18 +283,20 @@ class SessionTrees:
         self._forget_unused()
         return self._trees.get(key)
 
-    def page(self, scope: Scope, after: str, most: int) -> list[SessionTree]:
-        """The first `most` sessions whose names come after `after`, in order."""
-        self._forget_unused()
-        trees = self._of_scope.get(scope, {})
-        return [trees[name] for name in nsmallest(most, (each for each in trees if each > after))]
-
     def newest(self, scope: Scope, tenant: str, most: int) -> list[SessionTree]:
         """The sessions of `scope`, which is one of `tenant`, that were used last; the last one first."""
         self._forget_unused()
         theirs = self._of_tenant.get(tenant)
-        found = () if theirs is None else reversed(theirs.values())
-        return list(islice((tree for tree in found if tree.key.scope == scope), most))
+        found = () if theirs is None else (t for t in theirs.values() if t.key.scope == scope)
+        return nlargest(most, found, key=attrgetter("used"))
+
+    def of(self, scope: Scope) -> list[SessionTree]:
+        self._forget_unused()
+        return list(self._of_scope.get(scope, {}).values())
+
+    def running(self) -> list[SessionKey]:
+        """The sessions that run here."""
+        return [tree.key for tree in self._trees.values() if tree.running]
 
     def start_of(self, request: RequestId) -> tuple[CapsuleId | None, int]:
         """The capsule that a request under way continues, and the length of its prompt."""
@@ -259,96 +307,82 @@ class SessionTrees:
         trees = self._of_scope.get(key.scope, {})
         return sorted(name for name, tree in trees.items() if tree.parent == key.name)
 
-    def budget(self, key: SessionKey, parent: str) -> str:
-        """The budget of a session (new ones are below `parent`), or of the nearest above that has one."""
-        tree = self._trees.get(key)
-        return (tree.budget if tree is not None else "") or self.budget_above(key, parent)
-
-    def budget_above(self, key: SessionKey, parent: str) -> str:
-        """As `budget`, but for the session's own."""
-        seen = {key}  # clients may name parents in a circle
-        tree = self._trees.get(key)
-        name = parent if tree is None else tree.parent or parent
-        while name:
-            key = SessionKey(key.scope, name)
-            over = self._trees.get(key)
-            if over is None or key in seen:
-                break
-            if over.budget:
-                return over.budget
-            seen.add(key)
-            tree, name = over, over.parent
-        return tree.above if tree is not None else ""
-
-    def give(self, key: SessionKey, budget: str, *, parent: str, tenant: str) -> SessionTree:
+    def give(self, key: SessionKey, budget: str, *, parent: str, tenant: str) -> None:
         """A session, which may be new, is bounded from now on."""
         tree = self._used(key, parent, tenant)
-        tree.budget, tree.given = budget, self._clock()
+        tree.budget, tree.given = budget, max(self._clock(), tree.given + TICK_S)
+
+    def adopt(self, key: SessionKey, entry: Entry[SessionHead]) -> SessionTree:
+        """The session as it is stored, with what is only known here."""
+        head, tree = entry.value, self._trees.get(key)
+        if tree is None:
+            tree = self._begin(SessionTree(key, head.created, head.used, tenant=head.tenant))
+            self._trees.move_to_end(key, last=False)  # a copy alone: it goes first
+            self._of_tenant[tree.tenant].move_to_end(key, last=False)
+        elif tree.entry == entry:
+            return tree
+        tree.entry = entry
+        tree.created = min(tree.created, head.created)
+        tree.used = max(tree.used, head.used)
+        tree.parent = head.parent or tree.parent
+        tree.above = head.above or tree.above
+        if head.given >= tree.given:
+            tree.budget, tree.given = head.budget, head.given
         return tree
 
-    def fork(self, source: SessionTree, name: str, node: NodeNote, budget: str = "") -> SessionTree:
+    def fork(self, key: SessionKey, entry: Entry[SessionHead], node: NodeNote) -> SessionTree:
         """A session that begins with a capsule of another's."""
-        key = SessionKey(source.key.scope, name)
-        assert key not in self._trees, "it is there already"
-        tree = self._used(key, source.key.name, source.tenant)
-        if budget:
-            tree.budget, tree.given = budget, self._clock()
+        tree = self.adopt(key, entry)
+        tree.is_whole = True
+        self._used(key)
         self._put(tree, structs.replace(node, parent="", is_root=True))
         return tree
 
+    def take(self, tree: SessionTree, nodes: Iterable[NodeNote]) -> None:
+        """Nodes of a session as they are stored."""
+        found = {node.capsule: node for node in nodes}
+        ordered = sorted((found | tree.nodes).values(), key=attrgetter("created"))
+        for node in ordered[:-MAX_SESSION_NODES]:
+            if node.capsule in tree.nodes:
+                self._drop(tree, node.capsule)
+            else:
+                self._on_dropped(tree, node.capsule)
+            found.pop(node.capsule, None)
+        for node in found.values():
+            known = tree.nodes.get(node.capsule)
+            if known is None or node.tokens < known.tokens:  # it was cut meanwhile
+                self._put(tree, node)
+        order = [node.capsule for node in ordered if node.capsule in tree.nodes]
+        tree.nodes = {capsule: tree.nodes[capsule] for capsule in order}
+
     def close(self, key: SessionKey) -> SessionTree | None:
         """Forget a session; what it was."""
-        self._closed[key] = self._clock()
-        self._closed.move_to_end(key)
-        if len(self._closed) > MAX_CLOSED:
-            self._closed.popitem(last=False)
         tree = self._trees.get(key)
         if tree is not None:
             self._forget(tree)
         return tree
 
-    def merge(self, note: SessionNote) -> SessionTree | None:
-        """Take in another gateway's news. Returns a session that it closed.
-
-        What was sent before a session was closed, and comes after, does not bring it back.
-        """
-        key = SessionKey(note.scope, note.session)
-        if note.is_closed:
-            return self.close(key)
-        nodes = note.nodes
-        is_new, closed = key not in self._trees, self._closed.get(key, -np.inf)
-        if is_new and closed > self._clock() - LATE_S and note.given <= closed:
-            nodes = tuple(node for node in nodes if node.created > closed)
-            if not nodes:
-                return None
-        tree = self._used(key, note.parent, note.tenant)
-        tree.above = tree.above or note.above
-        if note.given > max(tree.given, closed if is_new else 0.0):
-            tree.budget, tree.given = note.budget, note.given
-        for node in nodes:
-            self._put(tree, node)
-        return None
-
-    def notes(self) -> Iterator[SessionNote]:
-        """All that is known."""
-        self._forget_unused()
-        return iter([tree.note() for tree in self._trees.values()])
-
     def _used(self, key: SessionKey, parent: str = "", tenant: str = "") -> SessionTree:
         """The session, which is there from now on and is the last one used."""
         now = self._clock()
-        tree = self._trees.get(key)
-        if tree is None:
-            tree = self._trees[key] = SessionTree(key, now, now, tenant=tenant)
-            self._of_scope.setdefault(key.scope, {})[key.name] = tree
-            self._of_tenant.setdefault(tenant, OrderedDict())[key] = tree
-            self._add(tree)
-            self._make_room(tree)
+        tree = self._trees.get(key) or self._begin(SessionTree(key, now, now, tenant=tenant))
         self._trees.move_to_end(key)
         self._of_tenant[tree.tenant].move_to_end(key)
-        tree.used = now
+        tree.used = max(tree.used, now)
         tree.parent = tree.parent or parent
         return tree
+
+    def _begin(self, tree: SessionTree) -> SessionTree:
+        self._trees[tree.key] = tree
+        self._of_scope.setdefault(tree.key.scope, {})[tree.key.name] = tree
+        self._of_tenant.setdefault(tree.tenant, OrderedDict())[tree.key] = tree
+        self._add(tree)
+        self._make_room(tree)
+        return tree
+
+    def _now(self, tree: SessionTree) -> float:
+        """Not before the session was created, by another gateway's clock."""
+        return max(self._clock(), tree.created)
 
     def _put(self, tree: SessionTree, node: NodeNote) -> None:
         if node.capsule not in tree.nodes:
@@ -365,6 +399,7 @@ class SessionTrees:
         del tree.nodes[capsule]
         tree.num_changes += 1
         self._unname(tree, capsule)
+        self._on_dropped(tree, capsule)
 
     def _unname(self, tree: SessionTree, capsule: str) -> None:
         if self._of_capsule.get(capsule) == tree.key:
@@ -387,6 +422,7 @@ class SessionTrees:
                 oldest = next((t for t in self._trees.values() if t is not spared), None)
             if oldest is not None:
                 self._forget(oldest)
+                self._on_evicted(oldest)
             elif len(spared.nodes) > 1:
                 self._drop(spared, next(iter(spared.nodes)))
             else:
@@ -399,9 +435,9 @@ class SessionTrees:
             self._forget(tree)
 
     def _forget(self, tree: SessionTree) -> None:
-        if bound := self.budget(tree.key, ""):  # it goes on to bound those below
+        if tree.bound:  # it goes on to bound those below
             for name in self.children(tree.key):
-                self._trees[SessionKey(tree.key.scope, name)].above = bound
+                self._trees[SessionKey(tree.key.scope, name)].above = tree.bound
         for capsule in tree.nodes:
             self._unname(tree, capsule)
         del self._trees[tree.key]

@@ -15,7 +15,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Container, Coroutine, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
 
@@ -92,6 +92,7 @@ class StoreTerms(NamedTuple):
     """Terms of the buckets at the broker, whose names begin with the store's."""
 
     name: str
+    max_nbytes: int = 256 << 20  # of a bucket that has no bound of its own
     is_in_memory: bool = False
     num_replicas: int = 1
 
@@ -143,7 +144,7 @@ class Store:
         *,
         version: int,
         ttl_s: float,
-        max_nbytes: int,
+        max_nbytes: int | None = None,
         is_json: bool = False,
     ) -> "Bucket[T]":
         """The bucket of values of one kind. `version` (below 256) is that of the kind's layout.
@@ -153,7 +154,7 @@ class Store:
         spec = BucketSpec(
             name=self._subjects.bucket(name),
             ttl_s=ttl_s,
-            max_nbytes=max_nbytes,
+            max_nbytes=max_nbytes or self._terms.max_nbytes,
             is_in_memory=self._terms.is_in_memory,
             num_replicas=self._terms.num_replicas,
         )
@@ -340,14 +341,27 @@ class Bucket(Generic[T]):
         except (ConnectionError, TimeoutError) as error:
             raise StoreAway(str(error)) from error
 
+    def remove_soon(self, scope: Scope, name: str, below: str) -> None:
+        """Forget one value below `name`, in the background."""
+        self._store.write_soon(Write(self._spec, key_of(scope, name, below), None))
+
+    def is_waiting(self, scope: Scope, name: str, below: str) -> bool:
+        """Whether what was put below `name`, or forgotten, is not in the store yet."""
+        return self._store.pending(self._spec, key_of(scope, name, below)) is not None
+
     async def get_below(self, scope: Scope, name: str, below: str) -> T | None:
         """A value below `name`."""
         entry = await self._get(key_of(scope, name, below), None)
         return None if entry is None else entry.value
 
-    async def all_below(self, scope: Scope, name: str) -> dict[str, T]:
-        """The values below `name` now."""
+    async def names_below(self, scope: Scope, name: str) -> list[str]:
+        """The names of the values below `name`, in order."""
+        return sorted(map(name_of, await self._keys(key_of(scope, name))))
+
+    async def all_below(self, scope: Scope, name: str, known: Container[str] = ()) -> dict[str, T]:
+        """The values below `name` now, but for those that are `known`."""
         keys = sorted(await self._keys(key_of(scope, name)))
+        keys = [key for key in keys if name_of(key) not in known]
         entries = await asyncio.gather(*(self._get(key, None) for key in keys))
         return {
             name_of(key): entry.value

@@ -96,7 +96,7 @@ class SessionFork(BoundSession, frozen=True, kw_only=True):
 
 
 class SessionClosed(Body, frozen=True, kw_only=True):
-    """`released` capsules; `left` ones whose workers are silent; `cancelled` requests of this gateway."""
+    """`released` capsules; `left` ones whose workers are silent; `cancelled` requests of all gateways."""
 
     id: str
     object: Literal["session.closed"] = "session.closed"

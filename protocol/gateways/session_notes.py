@@ -1,11 +1,10 @@
-"""Messages between gateways about clients' sessions, so that each can list and close all."""
+"""Clients' sessions as gateways keep them in their store, and what these ask each other of what runs."""
 
 from typing import Final
 
 import msgspec
 
 from mallee.protocol.codec import Decoder
-from mallee.protocol.ids import Scope
 
 
 class NodeNote(msgspec.Struct, frozen=True, array_like=True):
@@ -26,37 +25,44 @@ class NodeNote(msgspec.Struct, frozen=True, array_like=True):
     is_root: bool = False
 
 
-class SessionNote(msgspec.Struct, frozen=True, array_like=True):
-    """A session, and what is new in it. With `is_closed` it is over, whatever is known of it.
+class SessionHead(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """A session without its nodes. Times are seconds since the epoch.
 
-    `tenant`: whose share of memory it takes. `budget` names the account that bounds it, which it was given
-    at `given` (seconds since the epoch); `above` one of a session above it that is over.
+    `tenant`: whose share of memory it takes. `gateway` alone uses it; "": several do. `budget` names the
+    account that bounds it, which it was given at `given`; `above` one of a session above it, which may be
+    over. Its nodes were put last at `kept`.
     """
 
-    scope: Scope
-    session: str
-    parent: str = ""
-    nodes: tuple[NodeNote, ...] = ()
-    is_closed: bool = False
-    tenant: str = ""
+    parent: str
+    tenant: str
+    created: float
+    used: float
+    gateway: str
+    kept: float
     budget: str = ""
     given: float = 0.0
     above: str = ""
 
 
-class SessionNotes(msgspec.Struct, frozen=True, array_like=True):
-    """Notes of one gateway."""
+class SessionEnd(msgspec.Struct, frozen=True, array_like=True):
+    """A session of that name was closed: what was created until then is over."""
 
-    gateway: str
-    notes: tuple[SessionNote, ...]
-
-
-class SessionsAsk(msgspec.Struct, frozen=True, array_like=True):
-    """A gateway has come: the others tell what they know."""
-
-    gateway: str
+    closed: float
 
 
-decode_session_note: Final = Decoder(SessionNote, "a note of a session")
-decode_session_notes: Final = Decoder(SessionNotes, "notes of sessions")
-decode_sessions_ask: Final = Decoder(SessionsAsk, "a question for sessions")
+class EndedRequests(msgspec.Struct, frozen=True, array_like=True):
+    """The part of a closed session that a gateway had: requests that ran, and the session's own capsules."""
+
+    num_cancelled: int
+    capsules: tuple[str, ...]
+
+
+class Derived(msgspec.Struct, frozen=True, array_like=True):
+    """A capsule that is the beginning of another one, and belongs to the same session."""
+
+    capsule: str
+    tokens: int
+
+
+decode_ended_requests: Final = Decoder(EndedRequests, "requests of a closed session")
+decode_derived: Final = Decoder(Derived, "a derived capsule")

@@ -287,10 +287,9 @@ class Dispatcher:
 
     def _drop_inboxes(self, state: RequestState, branches: Iterable[int]) -> None:
         """These branches are over."""
-        if self._inboxes.waiting:
-            for branch in branches:
-                for name in self._inboxes.drop(state.id, branch):
-                    self._effects.append(NotInjected(name, UnknownBranch(state.id, branch)))
+        for branch in branches:
+            for name in self._inboxes.drop(state.id, branch):
+                self._effects.append(NotInjected(name, UnknownBranch(state.id, branch)))
 
     def cut(self, request: RequestId, branch: int, at: int, residue: Tokens) -> CapsuleId | None:
         """The client was sent the first `at` tokens of an open branch and `residue`, and no more: end it.
@@ -308,7 +307,7 @@ class Dispatcher:
             shard.log.cut(capsule, row, at, residue)
         raw = residue.tobytes()
         self._send(shard, Cut(shard.name, row, at, raw))
-        self._learn(shard, capsule, at + len(residue), shard.dispatch.hashes)
+        self._learn(shard, capsule, at + len(residue))
         self._end_row(shard, row)
         return capsule
 
@@ -334,7 +333,7 @@ class Dispatcher:
         """`capsule` was taken of a row of `shard`, which may be over by now."""
         if shard.log is not None:
             shard.log.note(capsule, row, boundary, ttl_s)
-        self._learn(shard, capsule, boundary, shard.dispatch.hashes)
+        self._learn(shard, capsule, boundary)
 
     def _cancel_rows(self, shard: Shard, rows: set[int]) -> None:
         if not rows:
@@ -589,13 +588,8 @@ class Dispatcher:
 
     def _promise(self, shard: Shard, capsule: CapsuleId) -> None:
         """Have forks of the capsule that `shard` makes follow it to its worker."""
-        self._learn_computing(shard, capsule)
+        self._learn(shard, capsule, shard.job.prompt_tokens, is_computing=True)
         self._let_go(capsule)
-
-    def _learn_computing(self, shard: Shard, capsule: CapsuleId) -> None:
-        scope, tokens = owner_of(shard.job.scope), shard.job.prompt_tokens
-        hashes = shard.dispatch.hashes
-        self._router.learn_capsule(capsule, shard.worker, tokens, hashes, scope, is_computing=True)
 
     def _is_forkable(self, capsule: CapsuleId) -> bool:
         """False: `capsule` is promised, and no worker that stays computes it yet."""
@@ -605,7 +599,7 @@ class Dispatcher:
         for shard in state.shards.values():
             if shard.worker not in self._departures.by_worker:
                 # Again: a full directory forgets it.
-                self._learn_computing(shard, capsule)
+                self._learn(shard, capsule, shard.job.prompt_tokens, is_computing=True)
                 return True
         self._rebuilds.begin(capsule)
         return False
@@ -660,12 +654,9 @@ class Dispatcher:
         shard.recompute = Recompute(request, capsule, fork, lost=is_lost)
         self._shards[request] = shard
         share = job.terms.share
-        if is_lost:
-            self._send(shard, text.again(request, capsule, share, holders))
-        else:
-            if job.at is not None:  # no capsule has exactly this text, but its blocks
-                holders = tuple(each.first(job.at) for each in holders)
-            self._send(shard, text.copy(request, share, holders))
+        if job.at is not None:  # no capsule has exactly this text, but its blocks
+            holders = tuple(each.first(job.at) for each in holders)
+        self._send(shard, text.prefill(request, share, holders, capsule if is_lost else None))
 
     def _on_recomputed(self, shard: Shard, update: Any) -> None:
         """Fork a capsule that was computed for a shard, once it is there."""
@@ -685,8 +676,7 @@ class Dispatcher:
             self._send(shard, Cancel(shard.name, row))
         self._send_changes(shard)
         if recompute.lost:
-            hashes = shard.dispatch.hashes
-            self._learn(shard, recompute.capsule, update.boundary, hashes)
+            self._learn(shard, recompute.capsule, update.boundary)
             assert original.capsule is not None
             self._let_go(original.capsule)
         else:
@@ -762,8 +752,7 @@ class Dispatcher:
         if shard.log is not None:
             shard.log.take(update)
         if update.capsule is not None:
-            hashes = shard.dispatch.hashes
-            self._learn(shard, CapsuleId(update.capsule), update.boundary, hashes)
+            self._learn(shard, CapsuleId(update.capsule), update.boundary)
             state.is_made = update.capsule == state.job.makes
         elif update.finish in ("stop", "length"):
             self._break(state, not_kept())
@@ -806,9 +795,13 @@ class Dispatcher:
         if self._quarantine.trials:
             self._acquit(shard.dispatch)
 
-    def _learn(self, shard: Shard, capsule: CapsuleId, boundary: int, hashes: Any) -> None:
-        scope = owner_of(shard.job.scope)
-        self._router.learn_capsule(capsule, shard.worker, boundary, hashes, scope)
+    def _learn(
+        self, shard: Shard, capsule: CapsuleId, boundary: int, *, is_computing: bool = False
+    ) -> None:
+        scope, hashes = owner_of(shard.job.scope), shard.dispatch.hashes
+        self._router.learn_capsule(
+            capsule, shard.worker, boundary, hashes, scope, is_computing=is_computing
+        )
 
     def _on_error(self, shard: Shard, update: Any) -> None:
         """A worker ended a shard, or a row of it, with an error."""

@@ -44,26 +44,26 @@ class CapsuleText(NamedTuple):
     is_own: bool = True  # this gateway made it
     continuation: Continuation | None = None  # the branch that left it
 
-    def again(
+    def prefill(
         self,
         request: RequestId,
-        capsule: CapsuleId,
         share: Share,
         holders: tuple[Holder, ...] = (),
+        lost: CapsuleId | None = None,
     ) -> Prefill:
-        """The command that makes the lost `capsule` under its own id, from KV of `holders` or anew."""
-        return Prefill(
-            *(request, self.tokens.tobytes(), self.scope, self.ttl_s or 0.0, share, self.grammar),
-            capsule=capsule,
-            replaceable=self.ttl_s is None,
-            continuation=self.continuation,
-            holders=holders,
-        )
+        """The command that makes it, from KV of `holders` or anew: the `lost` one again, under its own id.
 
-    def copy(self, request: RequestId, share: Share, holders: tuple[Holder, ...] = ()) -> Prefill:
-        """The command that makes a capsule to be forked once, and released."""
+        Without that, one to be forked once and released.
+        """
         return Prefill(
-            *(request, self.tokens.tobytes(), self.scope, _COPY_TTL_S, share, self.grammar),
+            request=request,
+            tokens=self.tokens.tobytes(),
+            salt=self.scope,
+            ttl_s=_COPY_TTL_S if lost is None else self.ttl_s or 0.0,
+            share=share,
+            grammar=self.grammar,
+            capsule=lost or "",
+            replaceable=lost is not None and self.ttl_s is None,
             continuation=self.continuation,
             holders=holders,
         )

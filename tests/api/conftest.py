@@ -30,7 +30,6 @@ from mallee.gateway.capsules.capsules import CapsuleInfo
 from mallee.gateway.metrics import GatewayMetrics
 from mallee.gateway.operator import decisions_body, workers_body
 from mallee.gateway.peers import Peers
-from mallee.gateway.records import SharedRecords
 from mallee.gateway.requests.deltas import Delta
 from mallee.gateway.requests.lives import BranchLife
 from mallee.gateway.requests.observers import Observer
@@ -211,15 +210,8 @@ class FakeService:
             ids=SCOPES,
             clock=lambda: 0.0,
         )
-        self.records = SharedRecords(
-            self.bus,
-            gateway="g0",
-            fleet="test",
-            others=lambda: None,
-            belongs=SCOPES.belongs,
-        )
         self.requests = self.operator = self
-        self.sessions = SimpleNamespace(budget=lambda session, scope, parent: "")  # none has one
+        self.sessions = SimpleNamespace(budget=self.no_budget)
         self.started = threading.Event()
         self.closed = threading.Event()  # every stream started so far
         self.reset()
@@ -251,6 +243,9 @@ class FakeService:
 
     def new_name(self, scope: Scope, account: str = "") -> RequestId:
         return SCOPES.new(scope, account)
+
+    async def no_budget(self, session: str, scope: Scope, parent: str) -> str:
+        return ""
 
     async def start(
         self,

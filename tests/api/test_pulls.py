@@ -13,6 +13,7 @@ from mallee.runtime.transport.greeting import Secret
 from mallee.testing.random_model import random_model
 from mallee.worker.engine import MakeTiers
 from mallee.worker.transfer.prices import MeasuredPrices
+from support.any_gateway import one_gateway
 from support.kv import ServedKv
 from support.live_fleet import LiveFleet
 from support.tiny_fleet import post, tiny_api
@@ -100,6 +101,7 @@ async def undisturbed(family: str, *numbers: int, n: int) -> list[list[tuple[str
         return [await fork(client, await capsule(client, number), n) for number in numbers]
 
 
+@one_gateway
 @MODELS
 async def test_a_hot_capsules_fan_out_is_pulled_by_other_workers(family: str) -> None:
     """X6: beyond its worker's rows; bytes are counted, nothing is computed, and the texts are the same."""
@@ -125,6 +127,7 @@ def _block_nbytes(fleet: LiveFleet) -> int:
     return tiers.block_nbytes
 
 
+@one_gateway
 @MODELS
 async def test_a_worker_that_drains_hands_over_its_capsules(family: str) -> None:
     """X6, part: by pulls, and not a token of them is computed."""

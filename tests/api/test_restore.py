@@ -9,6 +9,7 @@ import pytest
 from mallee.client import AsyncMallee
 from mallee.protocol.errors import UnknownBranch, UnknownCapsule
 from mallee.testing.random_model import RandomModel, random_model
+from support.any_gateway import one_gateway
 from support.live_fleet import LiveFleet, lose
 from support.tiny_fleet import chunks_of, post, tiny_api
 from support.waiting import until
@@ -288,6 +289,7 @@ async def test_the_sdk_has_every_verb() -> None:
         assert refused.kept == "kept"
 
 
+@one_gateway
 async def test_a_block_of_the_sdk_keeps_an_answers_capsule_that_the_cache_would_lose() -> None:
     """K15, part: handles with `with`, of an answer whose blocks others want, until the block's end."""
     one_worker = tiny_api(MODEL, 1)

@@ -18,6 +18,7 @@ from mallee.api.text.chat import ChatTemplate
 from mallee.api.text.families import FAMILIES
 from mallee.testing.random_model import RandomModel, random_model
 from support.live_fleet import LiveFleet, lose
+from support.plain_ids import scopes_at
 from support.tiny_fleet import BLOCK, chunks_of, post, tiny_api
 from support.waiting import until
 
@@ -46,7 +47,7 @@ def api_of(
     workers: int, model: RandomModel = MODEL
 ) -> AbstractAsyncContextManager[tuple[httpx.AsyncClient, LiveFleet]]:
     chat = ChatTemplate(None, family=QWEN) if model is MODEL else ChatTemplate(OF_MARKS)
-    return tiny_api(model, workers, num_blocks=4096, settings={"chat": chat})
+    return tiny_api(model, workers, num_blocks=4096, ids=scopes_at, settings={"chat": chat})
 
 
 class Messages:
@@ -85,7 +86,7 @@ class Responses:
 
     def request_of(self, event: Any) -> str:
         is_first = event["type"] == "response.created"
-        return str(event["response"]["id"]).removeprefix("resp_") if is_first else ""
+        return str(event["response"]["id"]).replace("resp_", "req_") if is_first else ""
 
     def read(self, body: Any) -> tuple[str, int, int]:
         parts = [part for item in body["output"] for part in item["content"]]
@@ -126,7 +127,7 @@ async def broken_off(client: httpx.AsyncClient, api: Any, way: str) -> tuple[str
             if way == "prune":
                 await post(client, f"/v1/requests/{request}/prune")
             if way == "cancel":
-                ended = await post(client, f"{api.path}/resp_{request}/cancel")
+                ended = await post(client, f"{api.path}/{request.replace('req_', 'resp_')}/cancel")
                 assert ended["status"] == "cancelled"
             if way == "error":
                 assert (await client.delete("/v1/sessions/s")).json()["cancelled"] == 1

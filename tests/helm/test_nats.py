@@ -66,7 +66,7 @@ async def test_a_lease_of_any_fleet_reaches_gateways_of_other_servers(servers: S
 
 async def test_a_worker_may_not_hear_prompts_nor_book(servers: Servers) -> None:
     async with client(servers, "workers", 1) as (worker, refused):
-        await worker.subscribe("mallee.x.records.told.*")
+        await worker.subscribe("mallee.x.peers.*")
         await worker.publish("mallee.x.bookings.g1", b"mine")
         await worker.flush()
         await until(lambda: len(refused) == 2, 10)

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
+import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mallee.gateway.gateway import Gateway
@@ -20,6 +21,7 @@ from support.plain_ids import scopes_at
 from support.waiting import until
 
 IS_ON: Final = os.environ.get("ANY_GATEWAY") == "1"
+one_gateway: Final = pytest.mark.skipif(IS_ON, reason="it looks at the counts of one gateway")
 OPTIONS: Final[dict[str, Any]] = {"gateways": 3, "syncs": True, "ids": scopes_at}
 """Of a fleet for it."""
 LIFE_S: Final = 2.0

@@ -11,7 +11,7 @@ from mallee.actors.build import admission_config
 from mallee.actors.mock.fleet import MockFleet, MockPlan
 from mallee.gateway.access.access import Access
 from mallee.gateway.metrics import GatewayMetrics
-from mallee.gateway.sessions.sessions import SessionLimits
+from mallee.gateway.sessions.copies import SessionLimits
 from mallee.router.config import RouterConfig
 from mallee.router.router import Router
 from mallee.runtime.config import AppConfig, put

@@ -3,7 +3,8 @@
     python -m support.nightly [--only PART ...] [--resume] [--times 10] [--budget-s 3600]
 
 Parts: each file with the mark `process` by itself, two at a time; `properties`, the in-process property tests
-with fresh seeds and 100 examples; `stories`, those of faults in fleets with 500; `clients`, `schemathesis`
+with fresh seeds and 100 examples; `stories`, those of faults in fleets with 500; `any gateway`, the tests of
+the API over a fleet, with three gateways that come and go (`support.any_gateway`); `clients`, `schemathesis`
 and `fuzz`, which the Makefile explains. `--only process` means all files. With `--times` the files run so
 many times under load instead (`support.rounds`).
 The table is written after each part; parts that have not run keep what the last run wrote.
@@ -105,6 +106,7 @@ def parts() -> list[Part]:
     spread = (*PYTEST, "-n", str(SLOTS), "--dist", "worksteal", "-m", f"{LANDING} and hypothesis")
     properties = (*spread, "--hypothesis-profile", "nightly")
     stories = (*spread, "--hypothesis-profile", "stories", *STORIES)
+    any_gateway = (*PYTEST, "-n", str(SLOTS), "-m", LANDING, "tests/api", "tests/examples")
     schemathesis = ("make", "schemathesis", "CALLS=5000")
     return [
         *(Part(path, (*PYTEST, path)) for path in nightly),
@@ -112,6 +114,7 @@ def parts() -> list[Part]:
         Part("schemathesis", schemathesis, "build/schemathesis/bin/schemathesis"),
         Part("fuzz", ("make", "fuzz", "BODIES=2000")),
         Part("stories", stories, num_slots=SLOTS),
+        Part("any gateway", ("env", "ANY_GATEWAY=1", *any_gateway), num_slots=SLOTS),
         Part("properties", properties, num_slots=SLOTS),
     ]
 

@@ -241,6 +241,9 @@ class Play:
     async def draw(self, run: Run, amount: int) -> None:
         try:
             await run.gateway.budgets.secure(run.spending, amount)
+            held = run.spending.held
+            rest = held.tree.rest(run.spending.places["tokens"])
+            assert run.spending.rest("tokens") >= amount or rest < 1
         finally:
             if run.gateway in self.living:
                 num = int(min(amount, run.spending.rest("tokens")))
@@ -267,7 +270,11 @@ class Play:
     async def end(self) -> None:
         """Have all given back, and see that it is so."""
         self.living[0].bus._hub.set_up(True)
-        await asyncio.gather(*self.under_way, return_exceptions=True)
+        if self.under_way:
+            done, _ = await asyncio.wait(self.under_way)
+            assert not [
+                task.exception() for task in done if not task.cancelled() and task.exception()
+            ]
         for run in self.runs:
             run.spending.close()
         for each in self.living:

@@ -20,6 +20,7 @@ from mallee.api.text.families import FAMILIES
 from mallee.gateway.access.access import Access
 from mallee.gateway.access.keys import new_key
 from mallee.gateway.access.quotas import UNLIMITED
+from mallee.gateway.peers import PeerSilent
 from mallee.gateway.store.store import StoreAway
 from mallee.protocol.errors import CapsuleStale, UnknownCapsule
 from mallee.protocol.ids import COMMON
@@ -198,7 +199,14 @@ async def test_what_an_earlier_life_of_a_gateway_left_running_has_failed(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("lost", [lambda: UnknownCapsule("c"), lambda: CapsuleStale("c", "a", "b")])
+@pytest.mark.parametrize(
+    "lost",
+    [
+        lambda: UnknownCapsule("c"),
+        lambda: CapsuleStale("c", "a", "b"),
+        lambda: PeerSilent("none in 2 s"),
+    ],
+)
 async def test_a_capsule_that_is_lost_on_the_way_is_computed_from_the_stored_conversation(
     monkeypatch: Any, tmp_path: Path, lost: Callable[[], Exception], background: bool
 ) -> None:

@@ -27,6 +27,7 @@ from mallee.search.policy import Policy, SearchBudget
 from mallee.search.results import SearchResult
 from mallee.search.scores import Verifier
 from mallee.testing.random_model import random_model
+from support.any_gateway import one_gateway
 from support.game_of_24 import Player24, moves, numbers
 from support.live_api import keyed, served
 from support.tiny_fleet import has_capsules, post, tiny_api, tiny_fleet
@@ -139,6 +140,7 @@ async def counted(client: httpx.AsyncClient) -> dict[str, tuple[int, float]]:
     return {reason: pair for reason, pair in pairs.items() if pair[0]}
 
 
+@one_gateway
 async def test_a_search_streams_its_nodes_as_they_join_and_its_time_is_counted() -> None:
     """D22: time to solution is in /metrics, of searches whole or streamed, by the reason of their end."""
     now = asyncio.get_running_loop().time

@@ -18,9 +18,10 @@ from mallee.client import AsyncMallee, Mallee, NotFound, Session, UnknownCapsule
 from mallee.protocol.api.shared import MAX_SESSION, AnyRequest, Extras
 from mallee.protocol.errors import InvalidParameter
 from mallee.testing.random_model import random_model
+from support.any_gateway import one_gateway
 from support.live_api import served
 from support.tiny_fleet import post, tiny_api, tiny_fleet, two_gateways
-from support.waiting import until
+from support.waiting import until, until_asked
 
 MODEL = random_model("llama", 5, max_position_embeddings=4096)
 PROMPT = "".join(chr(33 + 7 * i % 90) for i in range(60))
@@ -90,6 +91,7 @@ async def test_a_conversation_is_a_tree_of_capsules() -> None:
         assert left == []
 
 
+@one_gateway
 async def test_an_answer_that_a_stop_string_ends_leaves_its_capsule_in_its_session() -> None:
     """F31, part: it is counted as stopped, and goes with the session."""
     async with tiny_api(MODEL, 1) as (client, _):
@@ -161,42 +163,146 @@ async def test_every_gateway_lists_shows_and_closes_all_sessions() -> None:
     """X24, part: replicas; also one that comes later."""
     async with two_gateways(MODEL) as (a, b, fleet):
         (first,) = await ask(a, PROMPT, "s")
-        await until(lambda: bool(list(fleet.gateways[1].sessions.trees.notes())))
         (second,) = await ask(b, PROMPT + first["text"] + "more of it, please", "s")
         trees = [await tree_of(client, "s") for client in (a, b)]
         for tree in trees:
             parents = {node["capsule"]: node["parent"] for node in tree["nodes"]}
             assert parents == {capsule_of(first): None, capsule_of(second): capsule_of(first)}
         late = await fleet.add_gateway()
-        await until(lambda: len(list(late.sessions.trees.notes())) == 1)
         async with (
             served(late) as (url, _),
             httpx.AsyncClient(base_url=url, timeout=20) as c,
         ):
             made = [capsule_of(first), capsule_of(second)]
             await until(lambda: all(map(late.capsules.is_kept, made)))  # type: ignore[arg-type]
+            (listed,) = (await c.get("/v1/sessions")).json()["data"]
+            assert (listed["id"], listed["capsules"]) == ("s", 2)
             assert (await c.delete("/v1/sessions/s")).json()["released"] == 2
-        await until(lambda: not any(list(g.sessions.trees.notes()) for g in fleet.gateways))
         for client in (a, b):
             assert (await client.get("/v1/sessions")).json()["data"] == []
+            assert (await client.get("/v1/sessions/s")).status_code == 404
 
 
-async def test_a_session_is_found_at_a_gateway_that_has_not_heard_of_it_yet() -> None:
-    """X24, part: shown, forked from a capsule that is news, and closed."""
-    async with two_gateways(MODEL) as two:
-        a, b, fleet = two
-        fleet.gateways[0].sessions._publish = lambda notes: None  # type: ignore[method-assign]
+async def test_a_session_outlives_its_gateway() -> None:
+    """X24, part: forked from a capsule that is news, gone on with below what was left there, and closed."""
+    async with two_gateways(MODEL) as (a, b, fleet):
         (first,) = await ask(a, PROMPT, "s")
         assert [node["capsule"] for node in (await tree_of(b, "s"))["nodes"]] == [capsule_of(first)]
         (second,) = await ask(a, PROMPT + first["text"] + "and more of it", "s")
         forked = await post(b, "/v1/sessions/s/fork", session="f", capsule=capsule_of(second))
         assert forked["capsule"] == capsule_of(second)
-        await ask(a, PROMPT, "t")
+        await ask(a, PROMPT, "t", mallee={"session": "t", "parent_session": "s"})
+        await fleet.gateways[0].close()
+        assert (await tree_of(b, "s"))["children"] == ["f", "t"]
         assert (await b.delete("/v1/sessions/t")).json()["released"] == 1
         assert (await b.get("/v1/sessions/never")).status_code == 404
-        two.bus_of(0).is_mute = True
-        answer = await b.get("/v1/sessions/never")
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "lookup_incomplete")
+        (third,) = await ask(b, PROMPT + first["text"] + "and more of it", "s")
+        parents = {node["capsule"]: node["parent"] for node in (await tree_of(b, "s"))["nodes"]}
+        assert parents[capsule_of(third)] == capsule_of(first)
+
+
+async def test_of_two_gateways_that_fork_to_the_same_new_name_one_is_refused() -> None:
+    async with two_gateways(MODEL) as (a, b, _):
+        await ask(a, PROMPT, "s")
+        answers = await asyncio.gather(
+            *(client.post("/v1/sessions/s/fork", json={"session": "f"}) for client in (a, b))
+        )
+        assert sorted(answer.status_code for answer in answers) == [200, 400]
+        (refused,) = (answer for answer in answers if answer.status_code == 400)
+        assert refused.json()["error"]["param"] == "session"
+
+
+async def test_a_close_ends_the_requests_of_every_gateway() -> None:
+    """A request at each, one of which has just left a capsule; the name can be used anew at once."""
+    long = {**SHORT, "max_tokens": 3000}
+    async with two_gateways(MODEL, num_blocks=4096) as (a, b, fleet):
+        await ask(a, PROMPT, "s")
+        body = {"prompt": PROMPT, **long, "mallee": {"session": "s"}}
+        asking = [
+            asyncio.create_task(client.post("/v1/completions", json=body)) for client in (a, b)
+        ]
+        await until(lambda: fleet.engines["w0"].stats().jobs == 2)
+        closed = (await a.delete("/v1/sessions/s")).json()
+        assert (closed["released"], closed["cancelled"]) == (1, 2)
+        for answer in await asyncio.gather(*asking):
+            assert (answer.status_code, answer.json()["error"]["code"]) == (409, "session_closed")
+        (new,) = await ask(b, PROMPT, "s")
+        assert [node["capsule"] for node in (await tree_of(a, "s"))["nodes"]] == [capsule_of(new)]
+
+
+async def test_what_is_known_here_is_shown_while_the_store_is_away() -> None:
+    """X24, part: what is not is 503, never 404; a session that begins meanwhile is told once it is back."""
+    async with two_gateways(MODEL) as two:
+        a, b, fleet = two
+        (first,) = await ask(a, PROMPT, "s")
+        fleet.hub.set_up(False)
+        assert [node["capsule"] for node in (await tree_of(a, "s"))["nodes"]] == [capsule_of(first)]
+        (second,) = await ask(a, PROMPT + first["text"] + "and more", "s")
+        (begun,) = await ask(a, PROMPT, "new")
+        last = await a.post(
+            "/v1/completions",
+            json={"prompt": PROMPT, **SHORT, "mallee": {"session": "over", "session_final": True}},
+        )
+        assert last.status_code == 200
+        for method, path in (
+            *(("GET", "/v1/sessions/s"), ("GET", "/v1/sessions"), ("DELETE", "/v1/sessions/s")),
+            ("POST", "/v1/sessions/s/fork"),
+        ):
+            answer = await b.request(method, path, json={} if method == "POST" else None)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "store_away"), path
+            assert answer.headers["retry-after"] == "1"
+        assert (await a.delete("/v1/sessions/s")).status_code == 503
+        fleet.hub.set_up(True)
+
+        async def is_told() -> bool:
+            names = [each["id"] for each in (await b.get("/v1/sessions")).json()["data"]]
+            return names == ["new", "s"] and len((await tree_of(b, "s"))["nodes"]) == 2
+
+        await until_asked(is_told)
+        shown = {name: (await tree_of(b, name))["nodes"] for name in ("s", "new")}
+        assert [node["capsule"] for node in shown["s"]] == [capsule_of(first), capsule_of(second)]
+        assert [node["capsule"] for node in shown["new"]] == [capsule_of(begun)]
+        assert (await b.delete("/v1/sessions/s")).json()["released"] == 2
+
+
+async def test_a_gateway_that_was_cut_off_hears_of_a_close_when_it_is_back() -> None:
+    """Its requests of the session end then, and what it left goes."""
+    async with two_gateways(MODEL, num_blocks=4096) as two:
+        a, b, fleet = two
+        await ask(b, PROMPT, "s")
+        body = {"prompt": PROMPT, **SHORT, "max_tokens": 3000, "mallee": {"session": "s"}}
+        asking = asyncio.create_task(b.post("/v1/completions", json=body))
+        await until(lambda: fleet.engines["w0"].stats().jobs == 1)
+        fleet.gateways[0].peers._others = lambda: ()  # it counts as gone
+        two.bus_of(1).signals.set_up(False)
+        (left,) = await ask(b, PROMPT, "s")
+        assert (await a.delete("/v1/sessions/s")).json()["released"] == 1
+        assert (await a.get("/v1/sessions/s")).status_code == 404
+        assert (await tree_of(b, "s"))["running"] == 1
+        two.bus_of(1).signals.set_up(True)
+        answer = await asking
+        assert (answer.status_code, answer.json()["error"]["code"]) == (409, "session_closed")
+        assert (await b.get("/v1/sessions/s")).status_code == 404
+
+        async def is_gone() -> bool:
+            return (await b.get(f"/v1/capsules/{capsule_of(left)}")).status_code == 404
+
+        await until_asked(is_gone)
+        assert (await a.get("/v1/sessions")).json()["data"] == []
+
+
+async def test_a_rewind_belongs_to_its_session_also_at_a_gateway_that_does_not_know_that() -> None:
+    async with two_gateways(MODEL) as (a, b, fleet):
+        (first,) = await ask(a, PROMPT, "s", mallee={"session": "s", "keep": True})
+        await until(lambda: fleet.gateways[1].capsules.is_kept(capsule_of(first)))  # type: ignore[arg-type]
+        path = f"/v1/capsules/{capsule_of(first)}/rewind"
+        rewound = (await post(b, path, to=20))["id"]
+
+        async def is_noted() -> bool:
+            nodes = (await tree_of(b, "s"))["nodes"]
+            return [(node["capsule"], node["tokens"]) for node in nodes[1:]] == [(rewound, 20)]
+
+        await until_asked(is_noted)
 
 
 async def test_the_sdk_and_the_command_list_show_fork_and_close(capsys: Any) -> None:

@@ -12,21 +12,23 @@ import pytest
 import yaml
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from msgspec import structs
 
 from mallee.api.text.tokenizer import Tokenizer
-from mallee.api.ui.elsewhere import Elsewhere
+from mallee.api.ui.elsewhere import Elsewhere, Told
 from mallee.api.ui.handlers import MAX_OF_TENANT
-from mallee.api.ui.watching import MAX_SESSIONS, Running, SessionWatch
+from mallee.api.ui.watching import MAX_SESSIONS, SessionWatch
 from mallee.client import AsyncMallee
 from mallee.gateway.access.keys import new_key
 from mallee.gateway.gateway import Gateway
 from mallee.gateway.requests.requests import OpenBranch
 from mallee.gateway.sessions.trees import SessionKey, SessionTrees
+from mallee.gateway.store.store import Entry
 from mallee.protocol.ids import CapsuleId, RequestId, Scope
 from mallee.testing.random_model import random_model
 from support.mock_scene import make_folder, mock_config
 from support.mock_stack import Stack, mock_stack
-from support.tiny_fleet import TwoGateways, post, two_gateways
+from support.tiny_fleet import post, two_gateways
 from support.virtual.loop import virtual_loop
 from support.waiting import until_asked
 
@@ -133,8 +135,11 @@ class Watching(RuleBasedStateMachine):
     @rule(source=NAMES, name=NAMES)
     def fork(self, source: str, name: str) -> None:
         tree = self.trees.get(SessionKey(SCOPE, source))
-        if tree is not None and tree.last and self.trees.get(SessionKey(SCOPE, name)) is None:
-            self.trees.fork(tree, name, tree.last)
+        key = SessionKey(SCOPE, name)
+        if tree is not None and tree.last and self.trees.get(key) is None:
+            head = tree.head("g0", 100.0)
+            made = structs.replace(head, parent=source, created=self.now, used=self.now)
+            self.trees.fork(key, Entry(made, 1), tree.last)
 
     @rule(name=NAMES)
     def close(self, name: str) -> None:
@@ -174,7 +179,7 @@ class Watching(RuleBasedStateMachine):
         self.trees.check()
 
     def all(self) -> list[Any]:
-        return self.trees.page(SCOPE, "", 100)
+        return self.trees.of(SCOPE)
 
 
 TestWatching = Watching.TestCase
@@ -339,16 +344,6 @@ GROVE = {"mallee": {"session": "grove"}}
 LONG = {"prompt": "A mallee is", "max_tokens": 1900, "n": 2, "ignore_eos": True, "stream": True}
 
 
-async def left_a_capsule(two: TwoGateways) -> None:
-    """A session is there, and both gateways know it."""
-    await post(two.b, "/v1/completions", prompt="A mallee", max_tokens=2, **GROVE)
-
-    async def is_known() -> bool:
-        return (await two.a.get("/v1/sessions/grove")).status_code == 200
-
-    await until_asked(is_known)
-
-
 async def seen(client: httpx.AsyncClient, count: int) -> Watcher:
     """A watcher, once it knows of so many running branches of the session."""
     watcher = Watcher()
@@ -364,7 +359,6 @@ async def seen(client: httpx.AsyncClient, count: int) -> Watcher:
 async def test_branches_of_another_gateway_are_seen_and_end_by_a_click_here() -> None:
     """X12, part: with the ends of their texts, by their own scope alone."""
     async with two_gateways(MODEL) as two:
-        await left_a_capsule(two)
         async with two.b.stream("POST", "/v1/completions", json={**LONG, **GROVE}) as answer:
             assert answer.status_code == 200
             reading = asyncio.create_task(answer.aread())
@@ -382,22 +376,48 @@ async def test_branches_of_another_gateway_are_seen_and_end_by_a_click_here() ->
         await asyncio.wait_for(seen(two.a, 0), 10)
 
 
+async def test_a_watcher_sees_sessions_of_other_gateways_grow_and_end_also_of_one_that_is_gone() -> (
+    None
+):
+    async with two_gateways(MODEL) as two:
+        watcher, events = Watcher(), told(two.a)
+
+        async def until_seen(count: int | None) -> None:
+            async with asyncio.timeout(5):
+                while True:
+                    session = watcher.sessions.get("grove")
+                    if (None if session is None else len(session["nodes"])) == count:
+                        return
+                    watcher.take(await anext(events))
+
+        for count in (1, 2):
+            await post(two.b, "/v1/completions", prompt="A mallee", max_tokens=2, **GROVE)
+            await until_seen(count)
+        assert (await two.b.delete("/v1/sessions/grove")).status_code == 200
+        await until_seen(None)
+        await events.aclose()
+        await post(two.b, "/v1/completions", prompt="A mallee", max_tokens=2, **GROVE)
+        await two.fleet.gateways[1].close()
+        watcher, events = Watcher(), told(two.a)
+        await until_seen(1)
+        await events.aclose()
+
+
 async def test_answers_take_a_share_of_the_gateways_time_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One that took long is told again for a while; each scope has its own."""
     asked: list[str] = []
 
-    def slow(self: Elsewhere, scope: Scope, tenant: str) -> Running:
+    def slow(self: Elsewhere, scope: Scope, tenant: str) -> Told:
         asked.append(scope)
         loop = virtual_loop()
         assert loop is not None
         loop.fall_behind(0.05)
-        return {}
+        return Told("g1", {}, {})
 
-    monkeypatch.setattr(Elsewhere, "_running", slow)
+    monkeypatch.setattr(Elsewhere, "_told", slow)
     async with two_gateways(MODEL) as two:
-        await left_a_capsule(two)
         async for _ in told(two.a, seconds=2):
             pass
         assert 1 <= len(asked) <= 3, "0.05 s of every second, not of every look"

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from mallee.gateway.sessions.trees import (
     END_TOKENS,
@@ -15,7 +16,8 @@ from mallee.gateway.sessions.trees import (
     SessionKey,
     SessionTrees,
 )
-from mallee.protocol.gateways.session_notes import SessionNote
+from mallee.gateway.store.store import Entry
+from mallee.protocol.gateways.session_notes import SessionHead
 from mallee.protocol.hashing import NO_HASHES, Hashes, as_tokens, block_hashes
 from mallee.protocol.ids import CapsuleId, RequestId, Scope
 
@@ -29,8 +31,15 @@ class Scene:
     def __init__(self, max_nodes: int = 4096, ttl_s: float = 100.0) -> None:
         self.now = 0.0
         self.trees = SessionTrees(
-            max_nodes=max_nodes, ttl_s=ttl_s, block_size=BLOCK, clock=lambda: self.now
+            max_nodes=max_nodes,
+            ttl_s=ttl_s,
+            block_size=BLOCK,
+            clock=lambda: self.now,
+            on_evicted=lambda tree: self.evicted.add(tree.key.name),
+            on_dropped=lambda _, capsule: self.dropped.add(capsule),
         )
+        self.evicted: set[str] = set()
+        self.dropped: set[str] = set()
         self.texts: dict[CapsuleId, list[int]] = {}
         self._ids = count()
 
@@ -118,13 +127,13 @@ def test_what_was_used_last_stays() -> None:
     keys = [SessionKey(KEY.scope, f"s{i}") for i in range(12)]
     for key in keys:
         scene.ask([1] * 8, [[2]], key)
-    assert [t.key for t in scene.trees.page(KEY.scope, "", 99)] == sorted(keys[2:])
+    assert [t.key for t in scene.trees.of(KEY.scope)] == keys[2:]
     for _ in range(40):
         scene.ask([1] * 8, [[2]], keys[5])
     tree = scene.trees.get(keys[5])
     assert tree is not None
     assert len(tree.nodes) == 19
-    assert len(scene.trees.page(KEY.scope, "", 99)) == 1
+    assert len(scene.trees.of(KEY.scope)) == 1
 
 
 def test_a_session_remembers_so_many_capsules() -> None:
@@ -144,36 +153,61 @@ def test_a_session_without_use_is_forgotten_unless_it_runs() -> None:
     scene.trees.begin(RequestId("long"), KEY)
     scene.ask([1] * 8, [[2]], SessionKey(KEY.scope, "other"))
     scene.now += 60
-    assert [tree.key for tree in scene.trees.page(KEY.scope, "", 9)] == [KEY]
+    assert [tree.key for tree in scene.trees.of(KEY.scope)] == [KEY]
     scene.trees.ended(RequestId("long"))
     assert scene.trees.get(KEY) is None
     scene.trees.check()
 
 
-def test_late_news_brings_no_closed_session_back() -> None:
-    here, there = Scene(), Scene()
-    here.now = there.now = 1000.0
-    here.ask([1] * 8, [[2], [3]])
-    late = list(here.trees.notes())
-    there.now += 10
-    assert there.trees.merge(SessionNote(*KEY, is_closed=True)) is None
-    for note in (*late, SessionNote(*KEY)):
-        assert there.trees.merge(note) is None
-    assert there.trees.get(KEY) is None
-    # A session of that name that begins after the end is another, and shows once it has a capsule.
-    here.trees.close(KEY)
-    here.now = there.now + 5
-    (new,) = here.ask([1] * 8, [[4]])
-    for note in (*late, *here.trees.notes()):
-        there.trees.merge(note)
-    found = there.trees.get(KEY)
-    assert found is not None
-    assert found.own == [new]
-    there.trees.close(KEY)
-    there.now += 61  # nothing is under way for so long
-    there.trees.merge(late[0])
-    assert there.trees.get(KEY) is not None
-    there.trees.check()
+def test_nodes_of_all_gateways_are_in_the_order_in_which_they_were_left() -> None:
+    """Read in any order, whole or in parts, the newest stay; one that was cut anywhere is cut."""
+    scene = Scene()
+    for _ in range(3):
+        scene.ask([1] * 8, [[2]])
+    tree = scene.trees.get(KEY)
+    assert tree is not None
+    mine = list(tree.nodes.values())
+    others = [
+        structs.replace(mine[0], capsule=f"o{i}", created=0.501 + i / 500)
+        for i in range(MAX_SESSION_NODES)
+    ]
+    cut = structs.replace(mine[1], tokens=3)
+    scene.trees.take(tree, [others[1000], cut, mine[0]])
+    scene.trees.take(tree, reversed(others))
+    scene.trees.take(tree, [mine[1]])
+    scene.trees.check()
+    wanted = sorted([mine[0], cut, mine[2], *others], key=lambda node: node.created)
+    assert list(tree.nodes.values()) == wanted[-MAX_SESSION_NODES:]
+    assert scene.dropped == {node.capsule for node in wanted[:3]}
+
+
+def test_what_is_stored_and_what_is_only_known_here_are_one() -> None:
+    scene = Scene()
+    scene.now = 50.0
+    scene.ask([1] * 8, [[2]], parent="mine")
+    stored = SessionHead(
+        parent="theirs", tenant="", created=40.0, used=45.0, gateway="g1", kept=40.0
+    )
+    tree = scene.trees.adopt(KEY, Entry(stored, 7))
+    assert (tree.parent, tree.created, tree.used) == ("theirs", 40.0, 51.0)
+    assert tree.head("g0", 100.0).gateway == "", "two use it"
+    scene.trees.give(KEY, "budget", parent="", tenant="")
+    given = structs.replace(stored, budget="older", given=46.0)
+    assert scene.trees.adopt(KEY, Entry(given, 8)).budget == "budget"
+    given = structs.replace(stored, budget="newer", given=99.0)
+    assert scene.trees.adopt(KEY, Entry(given, 9)).budget == "newer"
+    scene.trees.check()
+
+
+def test_a_copy_of_a_session_that_others_use_goes_before_those_of_this_gateway() -> None:
+    scene = Scene(max_nodes=6)
+    for name in ("a", "b"):
+        scene.ask([1] * 8, [[2]], SessionKey(KEY.scope, name))
+    copy = SessionHead(parent="", tenant="", created=9.0, used=9.0, gateway="g1", kept=9.0)
+    scene.trees.adopt(SessionKey(KEY.scope, "copy"), Entry(copy, 1))
+    scene.ask([1] * 8, [[2]], SessionKey(KEY.scope, "c"))
+    assert [tree.key.name for tree in scene.trees.of(KEY.scope)] == ["a", "b", "c"]
+    assert scene.evicted == {"copy"}
 
 
 def test_a_request_of_a_closed_session_leaves_nothing() -> None:
@@ -207,8 +241,8 @@ def test_a_tenant_loses_only_what_is_beyond_its_share(
 def sizes(scene: Scene) -> dict[str, int]:
     """Sessions and nodes by tenant."""
     found: dict[str, int] = {}
-    for note in scene.trees.notes():
-        found[note.tenant] = found.get(note.tenant, 0) + 1 + len(note.nodes)
+    for tree in scene.trees._trees.values():
+        found[tree.tenant] = found.get(tree.tenant, 0) + 1 + len(tree.nodes)
     return found
 
 

@@ -252,7 +252,7 @@ def test_a_text_with_a_nonce_is_nobody_elses_also_when_it_is_computed_again() ->
     for capsule in (kept, forked):
         text = texts.capsule_text(capsule, None)
         assert text is not None
-        assert text.again(request, capsule, Share()).salt == salt
+        assert text.prefill(request, Share(), lost=capsule).salt == salt
     resumed = texts.resumed(fork, 0, 0, texts.log(fork, 0))
     assert resumed is not None
     told = resumed.command(request)

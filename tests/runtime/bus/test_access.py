@@ -94,9 +94,8 @@ class Account:
 
 
 OF_GATEWAYS = (
-    *(SUBJECTS.bookings("g"), SUBJECTS.queues("g"), SUBJECTS.record_asks(), SUBJECTS.peers("g")),
+    *(SUBJECTS.bookings("g"), SUBJECTS.queues("g"), SUBJECTS.peers("g")),
     *(f"$KV.{SUBJECTS.bucket('texts')}.a.b", f"$JS.API.STREAM.PURGE.KV_{SUBJECTS.bucket('texts')}"),
-    *(SUBJECTS.record_told("g"), SUBJECTS.records_forgotten(), SUBJECTS.records_copied()),
     *(SUBJECTS.drain("w"), SUBJECTS.snapshot("w"), SUBJECTS.admin("w")),
 )
 OF_WORKERS = (SUBJECTS.events("w"), SUBJECTS.lease("w"))
@@ -128,18 +127,18 @@ async def test_each_role_publishes_its_own_subjects_alone(
 
 async def test_a_worker_hears_no_prompt_and_no_answer(broker: Broker) -> None:
     """Not by name, by wildcard, nor by another fleet's subjects."""
-    secret = (SUBJECTS.record_told("g0"), SUBJECTS.record_asks(), SUBJECTS.bookings("g0"))
+    secret = (SUBJECTS.peers("g0"), f"$KV.{SUBJECTS.bucket('texts')}.a.b", SUBJECTS.bookings("g0"))
     async with (
         Account(broker.access("worker")) as worker,
         Account(broker.access("gateway")) as gateway,
         Account(broker.access("gateway")) as peer,
     ):
-        wanted = (*secret, SUBJECTS.record_told(), f"{SUBJECTS.inbox()}.>", "mallee.>", ">")
+        wanted = (*secret, SUBJECTS.peers(), f"{SUBJECTS.inbox()}.>", "mallee.>", ">")
         for number, subject in enumerate((*wanted, *ELSEWHERE), 1):
             await worker.listen(subject)
             await until(lambda number=number: len(worker.refusals) == number)
-        await peer.listen(SUBJECTS.record_told())
-        await gateway.say(SUBJECTS.record_told("g0"))
+        await peer.listen(SUBJECTS.peers())
+        await gateway.say(SUBJECTS.peers("g0"))
         await until(lambda: bool(peer.heard))
         assert (worker.heard, gateway.refusals, peer.refusals) == ([], [], [])
 

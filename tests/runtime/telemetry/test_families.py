@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_late
 from mallee.api.callbacks.callbacks import Outcome
 from mallee.cli.metrics import declared
 from mallee.gateway.metrics import MOST_TENANTS, GatewayMetrics
+from mallee.gateway.store.store import Store, StoreTerms
 from mallee.protocol.ids import WorkerId
 from mallee.router.config import RouterConfig
 from mallee.router.dispatch.dispatcher import DispatchStats
@@ -21,6 +22,7 @@ from mallee.runtime.telemetry.families import (
     exposition,
 )
 from mallee.search.driver import Reason as SearchReason
+from mallee.testing.bus import LocalBus, LocalHub
 from support.expositions import check_exposition
 
 DECLARED: Final = {name: each for found in declared().values() for name, each in found.items()}
@@ -30,6 +32,7 @@ def full_gateway() -> GatewayMetrics:
     metrics = GatewayMetrics("g0")
     router = Router(RouterConfig(max_workers=4), clock=lambda: 0.0)
     metrics.show_router(router.stats, lambda: DispatchStats({}, 0))
+    metrics.show_store(Store(LocalBus(LocalHub()), StoreTerms("f")))
     metrics.routed(WorkerId("w0"), 1, 1)
     metrics.answered("/v1/completions", 200)
     metrics.tenants.of("acme").asked()
