@@ -21,8 +21,8 @@ from typing import Final
 import msgspec
 
 from mallee.gateway.access.keys import Key
-from mallee.gateway.store.store import Bucket, Entry, Store, StoreAway
-from mallee.protocol.errors import QuotaExceeded, QuotaTooSmall, Unavailable
+from mallee.gateway.store.store import Bucket, Entry, Store
+from mallee.protocol.errors import QuotaExceeded, QuotaTooSmall, StoreAway, Unavailable
 from mallee.protocol.ids import COMMON, CapsuleId
 
 log = logging.getLogger(__name__)

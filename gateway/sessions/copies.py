@@ -11,10 +11,9 @@ from mallee.gateway.peers import Peers
 from mallee.gateway.sessions.stored import StoredSessions
 from mallee.gateway.sessions.trees import TICK_S, SessionKey, SessionTree, SessionTrees
 from mallee.gateway.shell import GatewayContext
-from mallee.gateway.store.store import Entry, Store, StoreAway
-from mallee.protocol.errors import Unavailable
+from mallee.gateway.store.store import Entry, Store
+from mallee.protocol.errors import StoreAway, StoreFull, Unavailable
 from mallee.protocol.gateways.session_notes import SessionHead
-from mallee.runtime.bus.buckets import StoreFull
 from mallee.runtime.tasks import Tasks
 
 log = logging.getLogger(__name__)

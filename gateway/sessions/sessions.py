@@ -15,13 +15,14 @@ from mallee.gateway.requests.observers import Observer
 from mallee.gateway.sessions.copies import SessionCopies, SessionLimits
 from mallee.gateway.sessions.trees import TICK_S, LeftNode, SessionKey, SessionTree
 from mallee.gateway.shell import GatewayContext, Shell
-from mallee.gateway.store.store import Entry, Store, StoreAway
+from mallee.gateway.store.store import Entry, Store
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import (
     InvalidParameter,
     MalleeError,
     NotFound,
     SessionClosed,
+    StoreAway,
     Unavailable,
 )
 from mallee.protocol.gateways.session_notes import (
