@@ -3,7 +3,8 @@
 import asyncio
 from collections.abc import AsyncGenerator
 
-from mallee.runtime.bus.buckets import Buckets, BucketSpec, Stored, StoreFull
+from mallee.protocol.errors import StoreFull
+from mallee.runtime.bus.buckets import Buckets, BucketSpec, Stored
 from mallee.runtime.bus.bus import Handler, OnMessage, OnState, Signals
 
 

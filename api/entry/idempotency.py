@@ -25,8 +25,8 @@ from mallee.api.entry.middleware import KEY_HEADER, caller_of, header, read_body
 from mallee.api.errors import CLIENT_GONE, AnswerNotKept, ClientGone, KeyReused
 from mallee.api.sse import MAX_WRITE_S, Writer, unless_gone
 from mallee.gateway.peers import Peers
-from mallee.gateway.store.store import Store, StoreAway
-from mallee.protocol.errors import InvalidParameter, Unavailable
+from mallee.gateway.store.store import Store
+from mallee.protocol.errors import InvalidParameter, StoreAway, Unavailable
 from mallee.protocol.ids import Scope as Owner
 
 _KEY: Final = KEY_HEADER.decode()

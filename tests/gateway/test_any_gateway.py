@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mallee.gateway.gateway import Gateway
-from mallee.gateway.peers import Peers, PeerSilent
+from mallee.gateway.peers import Peers
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import (
     CapsuleAbandoned,
@@ -17,6 +17,7 @@ from mallee.protocol.errors import (
     LookupIncomplete,
     MalleeError,
     NotFound,
+    PeerSilent,
     Saturated,
     Unavailable,
     UnknownCapsule,

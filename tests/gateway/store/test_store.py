@@ -7,15 +7,8 @@ import msgspec
 import pytest
 
 from mallee.gateway.store.names import key_of, name_of
-from mallee.gateway.store.store import (
-    MAX_WAITING_NBYTES,
-    PART_NBYTES,
-    Bucket,
-    OtherLayout,
-    Store,
-    StoreAway,
-    StoreTerms,
-)
+from mallee.gateway.store.store import MAX_WAITING_NBYTES, PART_NBYTES, Bucket, Store, StoreTerms
+from mallee.protocol.errors import OtherLayout, StoreAway
 from mallee.protocol.ids import COMMON, Scope
 from mallee.testing.bus import LocalBus, LocalHub
 from support.waiting import until
