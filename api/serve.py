@@ -114,7 +114,7 @@ class Server:
         """
         caller = caller_of(request)
         if caller.visit is not UNLIMITED:
-            await caller.visit.ready(branches=plan.num_choices)
+            await caller.visit.ready(**plan.needs)
             caller.visit.begin(plan.num_choices, plan.prompt_tokens)
         prepare_s = age_s(request)
         if not plan.stream:

@@ -435,7 +435,7 @@ _NAMES: Final = {
     "capsule_tokens": CAPSULE_TOKENS,
 }
 _FIRST: Final = {RUNNING: 1.0, REQUESTS: 1.0, TOKENS: 1.0}
-_MAYBE: Final = {BRANCHES: 1.0, CAPSULES: 1.0}
+_MAYBE: Final = {TOKENS: 1.0, BRANCHES: 1.0, CAPSULES: 1.0}
 
 
 class Visit:

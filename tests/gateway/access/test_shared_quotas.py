@@ -256,3 +256,16 @@ async def test_capsules_that_go_by_themselves_free_room_at_other_gateways(
         await a.told()
         clock.now += 0.002
         await make(b, "2")
+
+
+async def test_prompts_that_come_at_once_have_what_the_key_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Though each takes more than was leased ahead."""
+    async with gateways(2, monkeypatch, tokens_per_minute=1000) as ([a, _], _clock):
+        for _ in range(8):
+            await a.use.ready()
+            a.use.begin()
+        for _ in range(8):  # their bodies were read meanwhile
+            await a.use.ready(branches=1)
+            a.use.charge_prompt(100)

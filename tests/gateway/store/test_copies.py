@@ -113,7 +113,9 @@ async def test_changes_of_one_gateway_do_not_forestall_each_other(scene: Scene) 
     _, here, there = scene
     await here.put(COMMON, "n", Note(""))
     num = 3 * MAX_TRIES
-    changes = (each.change(COMMON, "n", lambda note: Note(note.text + "x")) for each in [here] * num)
+    changes = (
+        each.change(COMMON, "n", lambda note: Note(note.text + "x")) for each in [here] * num
+    )
     await asyncio.gather(*changes)
     found = await there.get(COMMON, "n")
     assert found is not None
