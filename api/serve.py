@@ -36,7 +36,7 @@ from mallee.gateway.requests.observers import Observer
 from mallee.gateway.requests.request import RunningRequest
 from mallee.protocol.api.capsules import Imported
 from mallee.protocol.api.shared import OMITTED
-from mallee.protocol.errors import InternalError, LookupIncomplete, MalleeError, NotFound
+from mallee.protocol.errors import InternalError, MalleeError
 from mallee.protocol.ids import CapsuleId, RequestId, Scope, account_of, capsule_id
 from mallee.router.dispatch.jobs import PrefillJob, QueueTerms
 from mallee.router.dispatch.recovery.pending import not_kept
@@ -405,7 +405,7 @@ async def prefill(
         while (unread := stream.take()) is not None:
             last = unread
         if last is not None and last.capsule is not None:
-            with suppress(NotFound, LookupIncomplete):
+            with suppress(MalleeError):  # it goes when its time is over
                 await gateway.capsules.release(last.capsule, job.scope)
         raise
 
