@@ -15,7 +15,7 @@ from support.waiting import elapse, until
 
 MODEL = random_model("llama", 5, max_position_embeddings=8192)
 DRAW: dict[str, Any] = {"ignore_eos": True, "seed": 1}
-NUM_TURNS = 3
+NUM_TURNS = 2
 LIFE_S = 2.1  # a gateway is replaced
 
 
