@@ -12,7 +12,7 @@ from typing import Final, TypeAlias
 
 from mallee.gateway.shell import RequestIds
 from mallee.protocol.codec import encode
-from mallee.protocol.errors import MalleeError, Unavailable, from_wire
+from mallee.protocol.errors import MalleeError, PeerSilent, Unavailable, from_wire
 from mallee.protocol.gateways.peers import (
     PeerAsk,
     PeerTold,
@@ -29,17 +29,6 @@ MAX_ANSWER_NBYTES: Final = 768 << 10  # a broker takes 1 MiB at once by default
 
 Answer: TypeAlias = Callable[[str, Scope, bytes], Awaitable[bytes | None]]
 """What is here of a name in a scope, by what the question gives; None: nothing. A MalleeError is told."""
-
-
-class PeerSilent(Unavailable):
-    """The gateway that has it does not answer."""
-
-    code = "gateway_silent"
-
-    def __init__(self, why: str) -> None:
-        super().__init__(
-            f"the gateway that runs this has not answered: {why}; retry in 1 s", retry_after_s=1.0
-        )
 
 
 class Peers:

@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import AsyncGenerator
 from typing import Final
 
-from mallee.runtime.bus.buckets import Buckets, BucketSpec, Stored, StoreFull
+from mallee.protocol.errors import StoreFull
+from mallee.runtime.bus.buckets import Buckets, BucketSpec, Stored
 from mallee.runtime.bus.bus import Handler, OnMessage, OnState, Signals
 
 MAX_LINE: Final = 3800  # bytes of a key, so that a line has less than 4 KiB

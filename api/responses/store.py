@@ -12,9 +12,9 @@ from mallee.api.responses.writing import failed
 from mallee.api.text.conversation import Conversation, Function, Message
 from mallee.gateway.peers import Peers
 from mallee.gateway.store.copies import CopiedBucket
-from mallee.gateway.store.store import Entry, OtherLayout, Store, StoreAway
+from mallee.gateway.store.store import Entry, Store
 from mallee.protocol.api.responses import Response, ResponseSummary
-from mallee.protocol.errors import InvalidParameter, NotFound, Unavailable
+from mallee.protocol.errors import InvalidParameter, NotFound, OtherLayout, StoreAway, Unavailable
 from mallee.protocol.ids import CapsuleId, Scope
 from mallee.runtime.config import ResponsesSettings
 

@@ -21,19 +21,19 @@ from typing import Final
 import msgspec
 
 from mallee.gateway.access.keys import Key
-from mallee.gateway.store.store import Bucket, Entry, Store, StoreAway
-from mallee.protocol.errors import QuotaExceeded, QuotaTooSmall, Unavailable
+from mallee.gateway.store.store import Bucket, Entry, Store
+from mallee.protocol.errors import QuotaExceeded, QuotaTooSmall, StoreAway, Unavailable
 from mallee.protocol.ids import COMMON, CapsuleId
 
 log = logging.getLogger(__name__)
 
 MINUTE_S: Final = 60.0
 AGAIN_S: Final = 0.1  # before a limit that was used up is looked at again
+PAUSE_S: Final = 0.02  # in which what has just ended at another gateway comes back
 GONE_S: Final = 5.0  # for which a gateway is not heard of
 AHEAD: Final = 20  # the part of a limit that all gateways together take ahead
 LAYOUT: Final = 1
 TTL_S: Final = 7 * 86_400.0
-MAX_NBYTES: Final = 16 << 20
 
 REQUESTS: Final = "requests per minute"
 TOKENS: Final = "tokens per minute"
@@ -144,9 +144,7 @@ class Shared:
         self.others = others
         self.clock = clock
         self._missing: dict[str, float] = {}  # holders, since when
-        self.bucket: Bucket[Quota] = store.bucket(
-            "quotas", Quota, version=LAYOUT, ttl_s=TTL_S, max_nbytes=MAX_NBYTES
-        )
+        self.bucket: Bucket[Quota] = store.bucket("quotas", Quota, version=LAYOUT, ttl_s=TTL_S)
 
     @cached_property
     def holder(self) -> str:
@@ -241,6 +239,9 @@ class Use:
                 return
             try:
                 await self._lease(shared, wanted)
+                if any(not part.is_rate for part in self._lacking(need)):
+                    await asyncio.sleep(PAUSE_S)
+                    await self._lease(shared, wanted)
             except Unavailable:
                 if self._lacking(need):
                     raise
@@ -318,14 +319,16 @@ class Use:
     async def _tell(self, shared: Shared, need: Mapping[str, float]) -> None:
         try:
             while True:
-                await asyncio.sleep(AGAIN_S)  # for all that ends meanwhile
                 async with self._turn:
                     try:
                         await self._lease(shared, need)
                     except Unavailable as error:
-                        log.info("the quota of a key was not told: %s", error)
-                    else:
-                        return
+                        log.debug("the quota of a key was not told: %s", error)
+                told = [part for part in self._parts.values() if part.is_limited]
+                if not any(part.is_to_tell for part in told):
+                    return
+                need = {}
+                await asyncio.sleep(AGAIN_S)  # for all that is used or ends meanwhile
         finally:
             self._is_telling = False
 

@@ -18,9 +18,9 @@ from msgspec import structs
 
 from mallee.gateway.peers import Peers
 from mallee.gateway.shell import GatewayContext
-from mallee.gateway.store.store import Entry, Store, StoreAway
+from mallee.gateway.store.store import Entry, Store
 from mallee.protocol.codec import encode
-from mallee.protocol.errors import MalleeError, UnknownCapsule
+from mallee.protocol.errors import MalleeError, StoreAway, UnknownCapsule
 from mallee.protocol.gateways.capsule_texts import StoredText, decode_text
 from mallee.protocol.hashing import Tokens
 from mallee.protocol.ids import CapsuleId, Scope, owner_of

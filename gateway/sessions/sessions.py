@@ -15,13 +15,14 @@ from mallee.gateway.requests.observers import Observer
 from mallee.gateway.sessions.copies import SessionCopies, SessionLimits
 from mallee.gateway.sessions.trees import TICK_S, LeftNode, SessionKey, SessionTree
 from mallee.gateway.shell import GatewayContext, Shell
-from mallee.gateway.store.store import Entry, Store, StoreAway
+from mallee.gateway.store.store import Entry, Store
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import (
     InvalidParameter,
     MalleeError,
     NotFound,
     SessionClosed,
+    StoreAway,
     Unavailable,
 )
 from mallee.protocol.gateways.session_notes import (
@@ -123,7 +124,7 @@ class GatewaySessions:
         line = [tree.key]
         if tree.parent:
             line.append(SessionKey(job.scope, tree.parent))
-        if any(map(self._copies.may_have_news, line)) or self._copies.is_due(tree):
+        if self._news(line) or self._copies.is_due(tree):
             self._catching_up[request] = []
             self.tasks.spawn(self._catch_up(request, line))
         return SessionRequest(self, request)
@@ -191,7 +192,7 @@ class GatewaySessions:
         """Read what others have put into a request's session and the one above it; store that it is used."""
         try:
             await self._copies.save(line[0])
-            for key in filter(self._copies.may_have_news, line):
+            for key in self._news(line):
                 await self._copies.read(key)
             self.trees.caught_up(request)
         except Unavailable as error:
@@ -200,6 +201,10 @@ class GatewaySessions:
         finally:
             for call in self._catching_up.pop(request):
                 call()
+
+    def _news(self, line: Sequence[SessionKey]) -> list[SessionKey]:
+        """Those to be read for a request of the first, whose head was read for its budget."""
+        return [key for key in line if self._copies.may_have_news(key, was_read=key is line[0])]
 
     def _derive(self, source: CapsuleId, derived: Derived) -> bool:
         """Whether a session here has `source`, and now the other one."""

@@ -4,25 +4,13 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final, Generic, NamedTuple, TypeVar
 
-from mallee.gateway.store.store import Bucket, Entry, StoreAway
-from mallee.protocol.errors import Unavailable
+from mallee.gateway.store.store import Bucket, Entry
+from mallee.protocol.errors import Contended, StoreAway
 from mallee.protocol.ids import Scope
 
 T = TypeVar("T")
 
 MAX_TRIES: Final = 16  # of a change, beside those of others
-
-
-class Contended(Unavailable):
-    """Others change a value all the time."""
-
-    code = "changed_meanwhile"
-
-    def __init__(self, name: str) -> None:
-        super().__init__(
-            f"{name} was changed {MAX_TRIES} times by others meanwhile; retry in 1 s",
-            retry_after_s=1.0,
-        )
 
 
 class _Copy(NamedTuple, Generic[T]):
@@ -74,7 +62,7 @@ class CopiedBucket(Generic[T]):
             value = change(entry.value)
             if await self.put(scope, name, value, at=entry.revision) is not None:
                 return value
-        raise Contended(name)
+        raise Contended(name, MAX_TRIES)
 
     async def delete(self, scope: Scope, name: str) -> None:
         """As `Bucket.delete`."""

@@ -31,10 +31,10 @@ import msgspec
 
 from mallee.gateway.store.names import key_of, name_of
 from mallee.protocol.codec import Decoder, encode
-from mallee.protocol.errors import CodecError, Unavailable
+from mallee.protocol.errors import CodecError, OtherLayout, StoreAway, StoreFull
 from mallee.protocol.ids import Scope
 from mallee.protocol.subjects import Subjects
-from mallee.runtime.bus.buckets import Buckets, BucketSpec, Stored, StoreFull
+from mallee.runtime.bus.buckets import Buckets, BucketSpec, Stored
 from mallee.runtime.bus.bus import Bus
 from mallee.runtime.tasks import Tasks
 
@@ -50,32 +50,6 @@ PARTS_S: Final = 60  # for which parts of a value that was put anew stay
 TURN_S: Final = 2.0  # for earlier writes of a name
 MAX_KEY: Final = 3500  # characters: a broker leaves a client that sends a line of 4 KiB
 _OVERHEAD_NBYTES: Final = 256  # of a write that waits
-
-
-class StoreAway(Unavailable):
-    """The store does not answer, and this gateway does not know the thing."""
-
-    code = "store_away"
-
-    def __init__(self, why: str) -> None:
-        super().__init__(
-            f"the gateways' store can't be reached: {why}; retry in 1 s", retry_after_s=1.0
-        )
-
-
-class OtherLayout(Unavailable):
-    """A value that another version of Mallee has stored."""
-
-    code = "stored_by_another_version"
-
-    def __init__(self, bucket: str, found: int, own: int) -> None:
-        super().__init__(
-            f"it was stored in {bucket!r} with layout {found}, and this gateway reads layout {own}:"
-            " update the gateways that are older",
-            bucket=bucket,
-            found=found,
-            own=own,
-        )
 
 
 class Entry(NamedTuple, Generic[T]):

@@ -10,7 +10,7 @@ import pytest
 
 from mallee.gateway.capsules import texts
 from mallee.gateway.gateway import Gateway
-from mallee.gateway.peers import Peers, PeerSilent
+from mallee.gateway.peers import Peers
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import (
     CapsuleAbandoned,
@@ -18,6 +18,7 @@ from mallee.protocol.errors import (
     LookupIncomplete,
     MalleeError,
     NotFound,
+    PeerSilent,
     Saturated,
     Unavailable,
     UnknownCapsule,

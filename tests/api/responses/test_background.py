@@ -20,9 +20,7 @@ from mallee.api.text.families import FAMILIES
 from mallee.gateway.access.access import Access
 from mallee.gateway.access.keys import new_key
 from mallee.gateway.access.quotas import UNLIMITED
-from mallee.gateway.peers import PeerSilent
-from mallee.gateway.store.store import StoreAway
-from mallee.protocol.errors import CapsuleStale, UnknownCapsule
+from mallee.protocol.errors import CapsuleStale, PeerSilent, StoreAway, UnknownCapsule
 from mallee.protocol.ids import COMMON
 from mallee.router.dispatch.jobs import ForkJob, GenerateJob
 from mallee.runtime.config import ResponsesSettings

@@ -19,11 +19,10 @@ from mallee.api.text.conversation import Conversation, Function, Message, ToolCa
 from mallee.api.text.families import FAMILIES
 from mallee.protocol.api.responses import ResponseRequest
 from mallee.protocol.codec import Decoder
-from mallee.protocol.errors import CodecError
+from mallee.protocol.errors import CodecError, StoreFull
 from mallee.protocol.ids import CapsuleId
 from mallee.protocol.messages import pack_tokens
 from mallee.router.dispatch.jobs import ForkJob
-from mallee.runtime.bus.buckets import StoreFull
 from mallee.testing.random_model import random_model
 from support.live_fleet import LiveFleet, kill_gateway
 from support.tiny_fleet import BLOCK, two_gateways

@@ -11,8 +11,8 @@ import pytest
 from mallee.gateway.access import quotas as module
 from mallee.gateway.access.keys import Key
 from mallee.gateway.access.quotas import Shared, Use, Visit
-from mallee.gateway.store.store import Store, StoreAway, StoreTerms
-from mallee.protocol.errors import QuotaExceeded
+from mallee.gateway.store.store import Store, StoreTerms
+from mallee.protocol.errors import QuotaExceeded, StoreAway
 from mallee.protocol.ids import CapsuleId
 from mallee.testing.bus import LocalBus, LocalHub
 from support.waiting import until

@@ -8,8 +8,8 @@ import pytest
 from mallee.gateway.capsules import texts as module
 from mallee.gateway.capsules.texts import MAX_DEPTH, TTL_S, CapsuleTexts
 from mallee.gateway.peers import Peers
-from mallee.gateway.store.store import OtherLayout, Store, StoreAway, StoreTerms
-from mallee.protocol.errors import UnknownCapsule
+from mallee.gateway.store.store import Store, StoreTerms
+from mallee.protocol.errors import OtherLayout, StoreAway, UnknownCapsule
 from mallee.protocol.hashing import Tokens, as_tokens
 from mallee.protocol.ids import CapsuleId, Scope, capsule_id
 from mallee.protocol.messages import Continuation, Grammar, Limits, Sampling

@@ -15,10 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from mallee.gateway.sessions import stored
 from mallee.gateway.sessions.copies import SessionLimits
-from mallee.gateway.store.store import OtherLayout, StoreAway
-from mallee.protocol.errors import InvalidParameter, NotFound
+from mallee.protocol.errors import InvalidParameter, NotFound, OtherLayout, StoreAway, StoreFull
 from mallee.protocol.gateways.session_notes import NodeNote
-from mallee.runtime.bus.buckets import StoreFull
 from mallee.testing.bus import LocalBuckets, LocalBus, LocalHub
 from support.session_gateways import SCOPE, SessionGateway
 from support.virtual.loop import VirtualLoop

@@ -7,8 +7,9 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
-from mallee.gateway.store.copies import MAX_TRIES, Contended, CopiedBucket
-from mallee.gateway.store.store import Store, StoreAway, StoreTerms
+from mallee.gateway.store.copies import MAX_TRIES, CopiedBucket
+from mallee.gateway.store.store import Store, StoreTerms
+from mallee.protocol.errors import Contended, StoreAway
 from mallee.protocol.ids import COMMON
 from mallee.testing.bus import LocalBus, LocalHub
 

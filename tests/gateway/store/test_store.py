@@ -14,11 +14,10 @@ from mallee.gateway.store.store import (
     NUM_SENT,
     PART_NBYTES,
     Bucket,
-    OtherLayout,
     Store,
-    StoreAway,
     StoreTerms,
 )
+from mallee.protocol.errors import OtherLayout, StoreAway
 from mallee.protocol.ids import COMMON, Scope
 from mallee.testing.bus import LocalBus, LocalHub
 from support.waiting import until
