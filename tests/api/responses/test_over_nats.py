@@ -10,6 +10,7 @@ import pytest
 from mallee.api.text.chat import ChatTemplate
 from mallee.api.text.families import FAMILIES
 from mallee.runtime.bus.broker import Broker
+from mallee.runtime.bus.bus import Bus
 from mallee.runtime.bus.nats import NatsBus
 from mallee.testing.random_model import random_model
 from support.live_api import served
@@ -29,6 +30,17 @@ async def ask(client: openai.AsyncOpenAI, text: str, **fields: Any) -> Any:
 
 async def events(client: openai.AsyncOpenAI, name: str, **query: Any) -> list[Any]:
     return [event async for event in await client.responses.retrieve(name, stream=True, **query)]
+
+
+async def no_name_cuts_a_gateway_off(bus: Bus, client: openai.AsyncOpenAI) -> None:
+    """X24, part: a broker leaves a client that sends a line of 4 KiB."""
+    states: list[bool] = []
+    bus.on_state(states.append)
+    long = "x" * 8000
+    for path in (f"/responses/resp_{long}", f"/conversations/conv_{long}", f"/sessions/{long}"):
+        with pytest.raises(openai.NotFoundError):
+            await client.get(path, cast_to=object)
+    assert not states
 
 
 @pytest.fixture
@@ -63,6 +75,7 @@ async def test_what_one_gateway_made_is_whole_at_the_other_until_that_dies_and_a
         talk = await a.conversations.create(items=[note], metadata={"a": "b"})  # type: ignore[list-item]
         answers = await asyncio.gather(*(ask(each, "hi", conversation=talk.id) for each in (a, b)))
         assert len((await b.conversations.items.list(talk.id)).data) == 5
+        await no_name_cuts_a_gateway_off(made.gateways[0].context.bus, a)
         begun = await ask(a, "hi", background=True, stream=True, max_output_tokens=200)
         head = await anext(begun)
         elsewhere = asyncio.create_task(events(b, head.response.id))

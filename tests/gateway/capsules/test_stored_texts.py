@@ -171,6 +171,22 @@ async def test_a_released_capsule_is_none_and_those_that_begin_with_it_are_whole
         await two.texts.check(capsule, A)
 
 
+async def test_a_text_that_is_told_by_the_store_does_not_come_after_its_release(
+    sides: list[Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its maker was asked for it before, and has not heard of the release."""
+    one, two, three = sides
+    monkeypatch.setattr(module, "MAX_TOLD_NBYTES", 100)
+    capsule, _ = await one.keep(path_of(PROMPT), None)
+    await three.texts.release(capsule, A)
+    await three.texts.released(capsule, A)
+    with pytest.raises(UnknownCapsule):
+        await two.peers.ask_maker("capsule.text", capsule, A)
+    with pytest.raises(UnknownCapsule):
+        await two.tokens(capsule)
+    assert capsule not in one.memory
+
+
 async def test_a_released_text_is_gone_from_the_store_where_no_other_begins_with_it() -> None:
     hub = LocalHub()
     alone = Side(hub, "g0", [])
