@@ -26,7 +26,7 @@ from mallee.api.errors import CLIENT_GONE, AnswerNotKept, ClientGone, KeyReused
 from mallee.api.sse import MAX_WRITE_S, Writer, unless_gone
 from mallee.gateway.peers import Peers
 from mallee.gateway.store.store import Store
-from mallee.protocol.errors import InvalidParameter, StoreAway, Unavailable
+from mallee.protocol.errors import InvalidParameter, Unavailable
 from mallee.protocol.ids import Scope as Owner
 
 _KEY: Final = KEY_HEADER.decode()
@@ -300,9 +300,6 @@ class IdempotencyMiddleware:
                 return entry.value
             if entry is not None and await self._runs_elsewhere(entry.value.gateway, name):
                 continue
-            # A delete that is sent again, as its answer was lost, would take the claim with it.
-            if not await self._kept.settled(name.scope, name.key, _WAIT_S):
-                raise StoreAway("it was not told how the request ended before")
             at = 0 if entry is None else entry.revision
             if await self._kept.put(name.scope, name.key, ours, at=at) is not None:
                 return None
