@@ -69,7 +69,7 @@ async def test_a_key_has_its_limits_once_and_not_at_each_gateway(tmp_path: Path)
 async def test_no_request_is_refused_what_its_key_has(
     tmp_path: Path, path: str, body: dict[str, Any]
 ) -> None:
-    """Whatever it is that it needs, and if several come at once."""
+    """Of all that they need, also if several come at once."""
     limits = {"max_branches": 4, "max_capsules": 8, "max_capsule_tokens": 4000}
     access, headers = keyed(tmp_path, tokens_per_minute=2000, max_running=4, **limits)
     chat = ChatTemplate(None, family=FAMILIES[0])
