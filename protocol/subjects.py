@@ -113,8 +113,8 @@ class Subjects(NamedTuple):
         """The prefix of subjects for answers."""
         return f"{self.root}.inbox"
 
-    def permissions(self, role: BusRole) -> Permissions:
-        """The least that a gateway or a worker process can do with.
+    def permissions(self, role: BusRole, store: str | None = None) -> Permissions:
+        """The least that a gateway or a worker process can do with. `store`: its name, if not the fleet's.
 
         Workers neither hear prompts (texts of capsules) nor speak for gateways, and gateways not for
         workers. Members of one role are not kept apart.
@@ -123,7 +123,8 @@ class Subjects(NamedTuple):
         if role == "worker":
             return Permissions((self.events(), self.lease()), (*requests, self.queues()))
         shared = (self.bookings(), self.bookings_snapshot(), self.peers())
-        kept = [each for name in BUCKETS for each in self._kept(self.bucket(name))]
+        named = self if store is None else Subjects.of(store)
+        kept = [each for name in BUCKETS for each in self._kept(named.bucket(name))]
         return Permissions(
             publish=(*requests, *shared, self.queues(), "$JS.API.INFO", "$JS.FC.>", *kept),
             subscribe=(*shared, self.events(), self.lease(), f"{self.inbox()}.>"),
