@@ -10,11 +10,12 @@ mallee.{fleet}.admin.{host}                  request for a change of a mocked fl
 mallee.{fleet}.weights.{host}                request for a worker to change its weights: WeightsAsk
 mallee.{fleet}.bookings.{gateway}            BookingBatch, published by the gateway
 mallee.{fleet}.bookings_snapshot.{gateway}   request by another, answered with a BookingSnapshot
-mallee.{fleet}.peers.{gateway}               request by another gateway for what this one alone has
+mallee.{store}.peers.{gateway}               request by another gateway for what this one alone has
 mallee.{fleet}.queues.{gateway}              QueueDepth, published by the gateway for worker processes
 mallee.{fleet}.inbox.>                       answers to requests, which gateways alone make
 
-What gateways keep is in streams of JetStream, `KV_mallee_{fleet}_{bucket}`, as NATS's key-value has them.
+What gateways keep is in streams of JetStream, `KV_mallee_{store}_{bucket}`, as NATS's key-value has them. The
+store has the fleet's name, or one of its own that fleets share.
 
 A broker's account for gateways and one for workers need no more than `Subjects.permissions`.
 """
@@ -122,8 +123,8 @@ class Subjects(NamedTuple):
         requests = (self.snapshot(), self.loads(), self.drain(), self.weights(), self.admin())
         if role == "worker":
             return Permissions((self.events(), self.lease()), (*requests, self.queues()))
-        shared = (self.bookings(), self.bookings_snapshot(), self.peers())
         named = self if store is None else Subjects.of(store)
+        shared = (self.bookings(), self.bookings_snapshot(), named.peers())
         kept = [each for name in BUCKETS for each in self._kept(named.bucket(name))]
         return Permissions(
             publish=(*requests, *shared, self.queues(), "$JS.API.INFO", "$JS.FC.>", *kept),
