@@ -142,7 +142,7 @@ class StoredResponses:
         Raises UnknownResponse, StoreAway.
         """
         entry = await self._whole.get(scope, name) if name.startswith(ID_PREFIX) else None
-        if entry is not None and self._is_lost(entry.value):
+        if entry is not None and await self._is_lost(entry.value):
             await self._give_up(scope, entry)
             entry = await self._whole.get(scope, name)
         if entry is None:
@@ -202,13 +202,13 @@ class StoredResponses:
         except UnknownResponse:  # it went meanwhile
             return None
 
-    def _is_lost(self, record: Record) -> bool:
+    async def _is_lost(self, record: Record) -> bool:
         """Whether it runs nowhere, though it is not over."""
         if record.is_over:
             return False
         if record.gateway == self._peers.gateway:
             return not self._runs(record.id)
-        return self._peers.is_gone(record.gateway)
+        return await self._peers.is_gone(record.gateway)
 
     async def _give_up(self, scope: Scope, entry: Entry[Record]) -> None:
         """End a response that runs nowhere, unless it has been ended since."""

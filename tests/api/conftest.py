@@ -205,7 +205,7 @@ class FakeService:
         self.peers = Peers(
             self.bus,
             gateway=gateway,
-            fleet="test",
+            store="test",
             others=lambda: None,
             ids=SCOPES,
             clock=lambda: 0.0,

@@ -34,7 +34,7 @@ class Side:
         self.peers = Peers(
             self.bus,
             gateway=name,
-            fleet="f",
+            store="f",
             others=lambda: others,
             ids=self.ids,
             clock=lambda: 0.0,
