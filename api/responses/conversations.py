@@ -128,6 +128,8 @@ class Conversations:
     async def set_metadata(
         self, name: str, scope: Scope, metadata: dict[str, str]
     ) -> ConversationBody:
+        """Change its metadata; it lives on, with its items, as `change` has it."""
+        await self.change(name, scope, lambda talk: talk)
         return await self._change_head(
             name, scope, lambda head: msgspec.structs.replace(head, metadata=metadata)
         )

@@ -1,6 +1,7 @@
 """Responses and conversations in the gateways' store, used at each gateway by OpenAI's client."""
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
@@ -12,22 +13,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.api.entry.pages import Paging
-from mallee.api.responses.conversations import Talk
+from mallee.api.responses.conversations import Conversations, Talk
 from mallee.api.responses.store import Left, Record, State
 from mallee.api.responses.writing import opening
 from mallee.api.text.chat import ChatTemplate
 from mallee.api.text.conversation import Conversation, Function, Message, ToolCall
 from mallee.api.text.families import FAMILIES
+from mallee.gateway.store.store import Store, StoreTerms
 from mallee.protocol.api.responses import ResponseRequest
 from mallee.protocol.codec import Decoder
 from mallee.protocol.errors import CodecError, StoreFull
-from mallee.protocol.ids import CapsuleId
+from mallee.protocol.ids import COMMON, CapsuleId, RequestId
 from mallee.protocol.messages import pack_tokens
 from mallee.router.dispatch.jobs import ForkJob
+from mallee.runtime.config import ResponsesSettings
+from mallee.testing.bus import LocalBus, LocalHub
 from mallee.testing.random_model import random_model
 from support.live_fleet import LiveFleet, kill_gateway
 from support.tiny_fleet import BLOCK, two_gateways
-from support.waiting import until
+from support.waiting import elapse, until
 
 MODEL = random_model("llama", 5, max_position_embeddings=8192)
 OPTIONS: Any = {"ignore_eos": True, "seed": 1}
@@ -561,6 +565,23 @@ async def test_changes_side_by_side_are_all_made_and_a_deleted_one_stays_so(scen
             await client.conversations.items.list(begun.id)
         with pytest.raises(openai.NotFoundError):
             await client.conversations.retrieve(begun.id)
+
+
+async def test_a_conversation_lives_on_with_its_items_when_its_metadata_change() -> None:
+    bus = LocalBus(LocalHub())
+    await bus.connect()
+    store = Store(bus, StoreTerms("test"))
+    settings = ResponsesSettings(ttl_s=60.0)
+    names = (RequestId(f"req_{i}") for i in itertools.count())
+    talks = Conversations(store, settings, new_name=lambda scope: next(names), clock=float)
+    item = {"type": "message", "role": "user", "content": "x"}
+    made = await talks.create(COMMON, [item], {})
+    await elapse(50.0)
+    assert (await talks.set_metadata(made.id, COMMON, {"a": "b"})).metadata == {"a": "b"}
+    await elapse(50.0)
+    assert (await talks.head(made.id, COMMON)).metadata == {"a": "b"}
+    assert len((await talks.talk(made.id, COMMON)).items) == 1
+    await bus.close()
 
 
 async def listed(client: openai.AsyncOpenAI, path: str, **query: Any) -> Any:
