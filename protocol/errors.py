@@ -506,6 +506,17 @@ class OtherLayout(Unavailable):
         )
 
 
+class Unreadable(Unavailable):
+    """A stored value that no gateway has stored so."""
+
+    code = "stored_value_unreadable"
+
+    def __init__(self, bucket: str) -> None:
+        super().__init__(
+            f"its value in {bucket!r} can't be read: another program has changed it", bucket=bucket
+        )
+
+
 class Contended(Unavailable):
     """Others change a value all the time."""
 
