@@ -32,6 +32,7 @@
     |  |- StoreAway               the gateways' store does not answer
     |  |- StoreFull               it takes no more
     |  |- OtherLayout             another version of Mallee has stored it
+    |  |- Unreadable              a stored value that no gateway has stored so
     |  |- Contended               others change it all the time
     |  |- PeerSilent              the gateway that has it does not answer
     |  |- NoWorker                no worker serves this model now
