@@ -32,6 +32,7 @@
     |  |- StoreAway               the gateways' store does not answer
     |  |- StoreFull               it takes no more
     |  |- OtherLayout             another version of Mallee has stored it
+    |  |- Unreadable              a stored value that no gateway has stored so
     |  |- Contended               others change it all the time
     |  |- PeerSilent              the gateway that has it does not answer
     |  |- NoWorker                no worker serves this model now
@@ -503,6 +504,17 @@ class OtherLayout(Unavailable):
             bucket=bucket,
             found=found,
             own=own,
+        )
+
+
+class Unreadable(Unavailable):
+    """A stored value that no gateway has stored so."""
+
+    code = "stored_value_unreadable"
+
+    def __init__(self, bucket: str) -> None:
+        super().__init__(
+            f"its value in {bucket!r} can't be read: another program has changed it", bucket=bucket
         )
 
 

@@ -42,6 +42,7 @@ from mallee.router.placement.placer import Placement
 log = logging.getLogger(__name__)
 
 NUM_RELEASED: Final = 64  # capsules at once
+MAX_READ: Final = 32  # sessions above one that is bounded by one of them
 CLOSE_S: Final = 30.0  # for the workers of all capsules of a session
 _CLOSE: Final = "session.close"
 _DERIVE: Final = "session.derive"
@@ -286,7 +287,7 @@ class GatewaySessions:
         own = last = self.trees.get(key)
         seen = {key}  # clients may name parents in a circle
         above = parent if own is None else own.parent or parent
-        while above:
+        while above and len(seen) <= MAX_READ:  # those beyond: as the last one knows
             key = SessionKey(scope, above)
             over = None if key in seen else await self._copies.fresh(key)
             if over is None:

@@ -31,7 +31,7 @@ import msgspec
 
 from mallee.gateway.store.names import key_of, name_of
 from mallee.protocol.codec import Decoder, encode
-from mallee.protocol.errors import CodecError, OtherLayout, StoreAway, StoreFull
+from mallee.protocol.errors import CodecError, OtherLayout, StoreAway, StoreFull, Unreadable
 from mallee.protocol.ids import Scope
 from mallee.protocol.subjects import Subjects
 from mallee.runtime.bus.buckets import Buckets, BucketSpec, Stored
@@ -291,7 +291,7 @@ class Layout(NamedTuple, Generic[T]):
 class Bucket(Generic[T]):
     """The values of one kind, of all scopes.
 
-    Methods that wait raise StoreAway; those that read, OtherLayout.
+    Methods that wait raise StoreAway; those that read, OtherLayout and Unreadable.
     """
 
     def __init__(self, store: Store, buckets: Buckets, spec: BucketSpec, layout: Layout[T]) -> None:
@@ -431,7 +431,10 @@ class Bucket(Generic[T]):
         version = self._layout.version
         if raw[:1] != bytes((version,)):
             raise OtherLayout(self._spec.name, raw[0] if raw else -1, version)
-        return self._layout.decode(raw[1:])
+        try:
+            return self._layout.decode(raw[1:])
+        except CodecError as error:
+            raise Unreadable(self._spec.name) from error
 
 
 _WHOLE: Final = b"\x00"
@@ -469,9 +472,10 @@ async def get_whole(buckets: Buckets, spec: BucketSpec, key: str, head: bytes) -
     """The value whose head was read; None: its parts are gone."""
     if head[:1] == _WHOLE:
         return head[1:]
-    if head[:1] != _IN_PARTS:
-        raise CodecError(f"not a value of {spec.name!r}: it begins with {head[:1]!r}")
-    nonce, num_parts = _decode_parts(head[1:])
+    try:
+        nonce, num_parts = _decode_parts(head.removeprefix(_IN_PARTS))
+    except CodecError as error:
+        raise Unreadable(spec.name) from error
     names = [_part_of(key, nonce, i) for i in range(num_parts)]
     parts = await asyncio.gather(*(buckets.get(spec, name) for name in names))
     found = [part.value for part in parts if part is not None]

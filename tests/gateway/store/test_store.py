@@ -17,7 +17,7 @@ from mallee.gateway.store.store import (
     Store,
     StoreTerms,
 )
-from mallee.protocol.errors import OtherLayout, StoreAway
+from mallee.protocol.errors import OtherLayout, StoreAway, Unreadable
 from mallee.protocol.ids import COMMON, Scope
 from mallee.testing.bus import LocalBus, LocalHub
 from support.waiting import until
@@ -147,6 +147,17 @@ async def test_a_value_of_another_layout_is_refused_by_name() -> None:
             OtherLayout, match="'mallee_f_texts' with layout 2, and this gateway reads layout 1"
         ):
             await notes(two).get(A, "n")
+
+
+async def test_a_value_that_cannot_be_read_is_503_and_harms_nothing_else() -> None:
+    hub = LocalHub()
+    async with stores(hub, 1) as (one,):
+        await notes(one).put(A, "n", Note("1"))
+        (values,) = hub.kept.buckets.values()
+        for raw in (b"", b"?", b"\x00\x01?", b"\x01?"):
+            values[key_of(A, "n")] = values[key_of(A, "n")]._replace(value=raw)
+            with pytest.raises(Unreadable, match="'mallee_f_texts' can't be read"):
+                await notes(one).get(A, "n")
 
 
 @pytest.mark.parametrize("name", ["", "a", "a.b", "=", "é/ ~", "\udc80", "a=2E"])
