@@ -200,6 +200,8 @@ async def follow(
         known = 0  # events
         async with aclosing(_batches(stored, scope, name)) as batches:
             async for number, batch in batches:
+                if number > known:
+                    raise ConnectionError(f"events {known} to {number - 1} are not stored any more")
                 rest = batch[max(known, after + 1) - number :]
                 known = max(known, number + len(batch))
                 if rest:

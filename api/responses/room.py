@@ -103,6 +103,7 @@ class Responses:
 
         planned = await self._asking.make(request, asked, plan)
         run = await self._run(request, asked, planned, previous, talk, plan_whole)
+        await caller_of(request).visit.ready(**planned.plan.needs)
         if body.background:
             return await self._in_background(request, run, streams=body.stream)
         run.admit(caller_of(request).visit)

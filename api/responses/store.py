@@ -1,8 +1,8 @@
 """Stored responses: their one form, and the bucket that has those of all gateways."""
 
-import asyncio
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -181,14 +181,17 @@ class StoredResponses:
 
     async def delete(self, scope: Scope, name: str) -> None:
         """Returns once it is gone everywhere. Raises StoreAway."""
+        if self._summaries.is_waiting(scope, name, _SUMMARY):
+            self._summaries.remove_soon(
+                scope, name, _SUMMARY
+            )  # else it would come after the delete
         await self._whole.delete(scope, name)
         await self.events.delete(scope, name)
 
     async def page(self, scope: Scope, paging: Paging) -> list[ResponseSummary]:
         """The first `paging.most` of `scope`. Raises StoreAway."""
-        names = [name for name in await self._whole.bucket.names(scope) if name > paging.after]
-        found = await asyncio.gather(*(self._summary(scope, n) for n in names[: paging.most]))
-        return [each for each in found if each is not None]
+        names = await self._whole.bucket.names(scope)
+        return await paging.read(names, partial(self._summary, scope))
 
     async def _summary(self, scope: Scope, name: str) -> ResponseSummary | None:
         summary = await self._summaries.get_below(scope, name, _SUMMARY)

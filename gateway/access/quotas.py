@@ -50,9 +50,12 @@ class Rate(msgspec.Struct, array_like=True):
     at: float  # seconds since the epoch
 
     def fill(self, per_minute: int, now: float) -> None:
-        more = max(0.0, now - self.at) * per_minute / MINUTE_S
+        """Fill it for the time since another filled it, whose clock may go before this one."""
+        passed_s = now - self.at
+        if not -MINUTE_S < passed_s < 0:  # else that time would be counted twice
+            self.at = now
+        more = max(0.0, passed_s) * per_minute / MINUTE_S
         self.level = min(float(per_minute), self.level + more)
-        self.at = now
 
 
 class Quota(msgspec.Struct, array_like=True):
@@ -183,6 +186,7 @@ class Use:
         self._is_telling = False
         self._parts: dict[str, Part] = {}
         self._capsules: dict[CapsuleId, int] = {}  # tokens of those it asked for
+        self._is_kept: Callable[[CapsuleId], bool] = bool  # as `making` was given it last
         self.limit(key)
 
     def limit(self, key: Key) -> None:
@@ -202,6 +206,8 @@ class Use:
                 part = self._parts[what] = Part(what, limit or 0)
             if part.is_rate and not part.is_limited:
                 part.leased = part.used = 0.0
+            if part.limit != limit:
+                part.again_at = 0.0
             part.limit, part.is_limited = limit or 0, limit is not None
         self._is_limited = any(part.is_limited for part in self._parts.values())
 
@@ -306,8 +312,8 @@ class Use:
                 raise StoreAway(f"this API key's {part.what} can't be counted")
             if part.again_at <= self._clock():  # it was not asked for yet
                 self._tell_soon(need)
-            total = int(part.total)
-            raise QuotaExceeded(part.what, total, part.limit, max(part.wait_s, AGAIN_S))
+            wait_s = part.again_at - self._clock() if part.is_rate else part.wait_s
+            raise QuotaExceeded(part.what, int(part.total), part.limit, max(wait_s, AGAIN_S))
 
     def _tell_soon(self, need: Mapping[str, float] = MappingProxyType({})) -> None:
         """Have the other gateways know of what is owed, or free, or have more."""
@@ -386,8 +392,8 @@ class Use:
             return
         self._check_size(CAPSULES, 1)
         self._check_size(CAPSULE_TOKENS, tokens)
-        for gone in [each for each in self._capsules if not is_kept(each)]:
-            self.unkeep(gone)
+        self._is_kept = is_kept
+        self.sweep()
         self._check({CAPSULES: 1, CAPSULE_TOKENS: tokens})
         self._count_capsule(1, tokens)
 
@@ -400,6 +406,11 @@ class Use:
             yield keep
         finally:
             self._count_capsule(-1, -tokens)
+
+    def sweep(self) -> None:
+        """Count no capsule that is gone, by whatever way: other gateways may make as many."""
+        for gone in [each for each in self._capsules if not self._is_kept(each)]:
+            self.unkeep(gone)
 
     def unkeep(self, capsule: CapsuleId) -> None:
         """`capsule` is not kept any more, though it may be there: it counts no more."""
@@ -424,7 +435,7 @@ _NAMES: Final = {
     "capsule_tokens": CAPSULE_TOKENS,
 }
 _FIRST: Final = {RUNNING: 1.0, REQUESTS: 1.0, TOKENS: 1.0}
-_MAYBE: Final = {BRANCHES: 1.0, CAPSULES: 1.0}
+_MAYBE: Final = {TOKENS: 1.0, BRANCHES: 1.0, CAPSULES: 1.0}
 
 
 class Visit:

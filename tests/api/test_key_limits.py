@@ -1,19 +1,27 @@
 """Limits of an API key over HTTP, at two gateways."""
 
+import asyncio
 from pathlib import Path
+from typing import Any
 
 import httpx
+import pytest
 import yaml
 
+from mallee.api.text.chat import ChatTemplate
+from mallee.api.text.families import FAMILIES
 from mallee.gateway.access.access import Access
 from mallee.gateway.access.keys import new_key
 from mallee.testing.random_model import random_model
-from support.live_api import served
+from support.live_api import keyed, served
 from support.plain_ids import scopes_at
-from support.tiny_fleet import tiny_fleet
+from support.tiny_fleet import tiny_fleet, two_gateways
 from support.waiting import until
 
 MODEL = random_model("llama", 5, max_position_embeddings=512)
+KEPT = {"max_tokens": 2, "mallee": {"keep": {}}}
+ASKED = {"input": "x" * 100, "max_output_tokens": 2}
+MESSAGES = [{"role": "user", "content": "x" * 100}]
 
 
 async def test_a_key_has_its_limits_once_and_not_at_each_gateway(tmp_path: Path) -> None:
@@ -44,3 +52,28 @@ async def test_a_key_has_its_limits_once_and_not_at_each_gateway(tmp_path: Path)
             refused = answers[-1]
             assert refused.json()["error"]["code"] == "quota_exceeded"
             assert 1 <= int(refused.headers["retry-after"]) <= 4
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": [7] * 100, **KEPT}),
+        ("/v1/chat/completions", {"messages": MESSAGES, **KEPT}),
+        ("/v1/capsules", {"prompt": [7] * 100}),
+        ("/v1/capsules", {"prompt": [7] * 100, "wait": False}),
+        ("/v1/responses", ASKED),
+        ("/v1/responses", {**ASKED, "mallee": {"keep": {}}}),
+        ("/v1/responses", {**ASKED, "mallee": {"keep": {}}, "background": True}),
+    ],
+)
+async def test_no_request_is_refused_what_its_key_has(
+    tmp_path: Path, path: str, body: dict[str, Any]
+) -> None:
+    """Of all that they need, also if several come at once."""
+    limits = {"max_branches": 4, "max_capsules": 8, "max_capsule_tokens": 4000}
+    access, headers = keyed(tmp_path, tokens_per_minute=2000, max_running=4, **limits)
+    chat = ChatTemplate(None, family=FAMILIES[0])
+    async with two_gateways(MODEL, access=access, chat=chat) as two:
+        asked = (two.a.post(path, json=body, headers=headers) for _ in range(4))
+        found = await asyncio.gather(*asked)
+        assert [answer.status_code for answer in found if answer.status_code > 202] == []
