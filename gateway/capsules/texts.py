@@ -71,7 +71,8 @@ class CapsuleTexts:
             if before.path is not entry.path:  # another text under its id
                 before.path.stored, edition = None, edition + 1
         text = self._packed(capsule, entry, edition)
-        self._bucket.put_soon(owner_of(text.scope), capsule, text)
+        # A new one may have been released elsewhere before it comes there.
+        self._bucket.put_soon(owner_of(text.scope), capsule, text, is_new=before is None)
         if entry.path.stored is None or entry.path.stored.capsule == capsule:
             entry.path.stored = StoredAs(capsule, edition, text.depth, text.since)
 

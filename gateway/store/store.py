@@ -60,11 +60,12 @@ class Entry(NamedTuple, Generic[T]):
 
 
 class Write(NamedTuple):
-    """A put that waits, or a delete."""
+    """A put that waits, or a delete. One that `is_new` replaces nothing."""
 
     spec: BucketSpec
     key: str
     raw: bytes | None
+    is_new: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -224,6 +225,10 @@ class Store:
 
     def write_soon(self, write: Write) -> None:
         place = write.spec.name, write.key
+        if write.is_new and (last := self.pending(write.spec, write.key)) is not None:
+            if last.raw is not None:
+                return  # there is a value by then
+            write = write._replace(is_new=False)  # of those before it
         if (before := self._waiting.pop(place, None)) is not None:
             self._nbytes -= before.nbytes
         if self._nbytes + write.nbytes > MAX_WAITING_NBYTES:
@@ -270,7 +275,8 @@ class Store:
     async def _is_put(self, write: Write) -> bool:
         """Whether nothing is left to be done."""
         try:
-            await put_whole(self._bus.buckets, write.spec, write.key, write.raw)
+            at = 0 if write.is_new else None
+            await put_whole(self._bus.buckets, write.spec, write.key, write.raw, at)
             self.written_nbytes += len(write.raw or b"")
         except StoreFull as error:
             self.num_refused += 1
@@ -317,9 +323,10 @@ class Bucket(Generic[T]):
         async with self._store.turn(self._spec, key):
             await self._buckets.delete(self._spec, key)
 
-    def put_soon(self, scope: Scope, name: str, value: T) -> None:
-        """Store it in the background."""
-        self._store.write_soon(Write(self._spec, key_of(scope, name), self._packed(value)))
+    def put_soon(self, scope: Scope, name: str, value: T, *, is_new: bool = False) -> None:
+        """Store it in the background; one that `is_new`, unless there is a value by then."""
+        write = Write(self._spec, key_of(scope, name), self._packed(value), is_new)
+        self._store.write_soon(write)
 
     def delete_soon(self, scope: Scope, name: str) -> None:
         """Forget it, and all below it, in the background."""

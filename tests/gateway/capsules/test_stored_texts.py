@@ -187,6 +187,22 @@ async def test_a_text_that_is_told_by_the_store_does_not_come_after_its_release(
     assert capsule not in one.memory
 
 
+async def test_a_text_that_comes_late_does_not_undo_a_release(sides: list[Side]) -> None:
+    """Its maker was cut off from the broker when the capsule was made, and still when it was released."""
+    one, two, three = sides
+    one.bus.is_mute = True
+    capsule = one.capsule()
+    one.memory.keep(capsule, CapsuleTokens(path_of(PROMPT), ttl_s=60.0))
+    await three.texts.release(capsule, A)
+    assert await three.store.flush(1.0)
+    one.bus.is_mute = False
+    assert await one.store.flush(2.0)
+    with pytest.raises(UnknownCapsule):
+        await two.tokens(capsule)
+    with pytest.raises(UnknownCapsule):
+        await one.texts.check(capsule, A)
+
+
 async def test_a_released_text_is_gone_from_the_store_where_no_other_begins_with_it() -> None:
     hub = LocalHub()
     alone = Side(hub, "g0", [])

@@ -197,6 +197,23 @@ async def test_a_write_that_is_waited_for_comes_after_those_before_and_ahead_of_
         assert asyncio.get_running_loop().time() - begun < 0.1
 
 
+async def test_a_new_value_replaces_nothing() -> None:
+    hub = LocalHub()
+    async with stores(hub) as (one, two):
+        await notes(two).put(A, "there", Note("old"))
+        hub.set_up(False)
+        notes(one).put_soon(A, "waits", Note("old"))
+        notes(one).delete_soon(A, "gone")
+        for name in ("there", "waits", "gone", "new"):
+            notes(one).put_soon(A, name, Note("new"), is_new=True)
+        hub.set_up(True)
+        assert await one.flush(2.0)
+        found = await notes(two).names(A)
+        assert found == ["gone", "new", "there", "waits"]
+        entries = [await notes(two).get(A, name) for name in found]
+        assert [each and each.value.text for each in entries] == ["new", "new", "old", "old"]
+
+
 async def test_names_are_as_this_gateway_left_them() -> None:
     async with stores(LocalHub(), 1) as (one,):
         await notes(one).put(A, "old", Note(""))
