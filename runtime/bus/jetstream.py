@@ -4,6 +4,7 @@ A bucket is made when it is first used, and made anew if the broker has lost it.
 replicas go to their leader, so that what one gateway was told is stored is there for every other.
 """
 
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
 from typing import Final, TypeVar
@@ -149,12 +150,14 @@ class JetStreamBuckets:
             allow_direct=_is_direct(bucket),
             compression=None if bucket.is_in_memory else api.StoreCompression.S2,
         )
+        # Of a stream that was lost and is made anew no revision is one of before.
+        first_seq = time.time_ns() // 1_000_000
         try:
-            await streams.add_stream(config)
+            await streams.add_stream(config, first_seq=first_seq)
         except BadRequestError as error:
             if error.err_code != _OTHER_CONFIG:
                 raise
-            await streams.update_stream(config)  # its settings have changed
+            await streams.update_stream(config)  # it is there
         self._made[bucket.name] = bucket
 
 

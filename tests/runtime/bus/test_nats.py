@@ -24,7 +24,7 @@ from mallee.runtime.bus.children import end
 from mallee.runtime.bus.nats import NatsBus
 from support.brokers import OpenBroker
 from support.buses import *  # noqa: F403
-from support.buses import settle
+from support.buses import BUCKET, settle
 from support.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.nats]
@@ -57,6 +57,26 @@ async def place() -> AsyncIterator[NatsPlace]:
     await place.up()
     yield place
     await place.close()
+
+
+async def test_a_broker_that_lost_what_it_kept_repeats_no_revision(place: NatsPlace) -> None:
+    """So that no copy of before is taken for what is stored since."""
+    one = await place.bus()
+    try:
+        await until(lambda: one.is_up)
+        first = await one.buckets.put(BUCKET, "a.b", b"before")
+        await place.down()
+        await until(lambda: not one.is_up)
+        await place.up()  # in another folder
+        await until(lambda: one.is_up)
+        assert await one.buckets.get(BUCKET, "a.b") is None
+        second = await one.buckets.put(BUCKET, "a.b", b"after", 0)
+        assert first is not None
+        assert second is not None
+        assert second > first
+        assert await one.buckets.put(BUCKET, "a.b", b"late", first) is None
+    finally:
+        await one.close()
 
 
 @pytest.mark.parametrize("nbytes", [1, 1 << 16], ids=["little to send", "more than sockets take"])
