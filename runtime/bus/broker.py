@@ -48,6 +48,10 @@ SYNC_S = 5  # between two flushes of the store to its disk
 MAX_PAYLOAD_BYTES = 8 << 20  # a snapshot of a million blocks is one message
 
 
+class BrokerNotUp(ConfigError):
+    """The child does not serve: its port may be taken."""
+
+
 class Broker:
     """A nats-server on 127.0.0.1 for one fleet. Port and passwords are chosen once and stay over restarts."""
 
@@ -149,14 +153,14 @@ class Broker:
             async with asyncio.timeout(START_TIMEOUT_S):
                 while not await _answers(self.port, self._name):
                     if child.returncode is not None:
-                        raise ConfigError(
+                        raise BrokerNotUp(
                             f"the broker ended with status {child.returncode};"
                             f" is port {self.port} taken?",
                             port=self.port,
                         )
                     await asyncio.sleep(0.02)
         except TimeoutError as error:
-            raise ConfigError(
+            raise BrokerNotUp(
                 f"the broker did not answer on port {self.port} in {START_TIMEOUT_S} s",
                 port=self.port,
             ) from error
@@ -225,12 +229,17 @@ async def start_broker(
     broker = Broker(port, fleet=fleet, passwords=passwords, folder=folder)
     try:
         await broker.start()
-    except ConfigError as error:
+    except BrokerNotUp as error:
         # Only clients of a broker that ran before know its port.
         log.warning("the broker takes another port: %s", error)
         broker = Broker(fleet=fleet, passwords=passwords, folder=folder)
         await broker.start()
     return broker
+
+
+def check_folder(folder: Path) -> None:
+    """Raises ConfigError if a broker can't keep its store there, or another one does. Blocks meanwhile."""
+    _Folder(folder).close()
 
 
 def find_binary() -> Path:

@@ -19,7 +19,13 @@ from mallee.protocol.subjects import BusRole, Subjects
 from mallee.runtime.addresses import free_port
 from mallee.runtime.bus import broker as broker_module
 from mallee.runtime.bus.access import BrokerAccess, operators_broker
-from mallee.runtime.bus.broker import Broker, check_operators_broker, find_binary
+from mallee.runtime.bus.broker import (
+    Broker,
+    check_folder,
+    check_operators_broker,
+    find_binary,
+    start_broker,
+)
 from mallee.runtime.bus.buckets import BucketSpec
 from mallee.runtime.bus.children import end
 from mallee.runtime.bus.nats import BusClient, NatsBus
@@ -235,7 +241,7 @@ async def test_a_broker_that_keeps_nothing_is_refused_with_the_remedy(files: Pat
 
 
 async def test_what_is_stored_stays_in_the_folder_which_one_broker_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(broker_module, "LOCK_WAIT_S", 0.3)
     spec = BucketSpec("mallee_f_texts", ttl_s=60.0, max_nbytes=1 << 20)
@@ -253,7 +259,10 @@ async def test_what_is_stored_stays_in_the_folder_which_one_broker_has(
                 assert key == "a.b"
                 break
             with pytest.raises(ConfigError, match=r"store\.folder=.*another fleet"):
-                await Broker(fleet="f", folder=tmp_path / "store").start()
+                await start_broker(free_port(), fleet="f", folder=tmp_path / "store")
+            assert "another port" not in caplog.text, "it is not the port: waiting once is enough"
+            with pytest.raises(ConfigError, match="another fleet"):
+                await asyncio.to_thread(check_folder, tmp_path / "store")
         finally:
             await bus.close()
             await broker.stop()
