@@ -45,6 +45,8 @@ BACKOFF_S = (0.2, 2.0)
 BROKER_WAIT_S = 5.0
 LOCK_WAIT_S = 20.0  # for a broker that ends
 SYNC_S = 5  # between two flushes of the store to its disk
+# Its own bound is a share of what is free at its start, from which each bucket's bound is taken off ahead.
+MAX_STORE_BYTES = 1 << 50
 MAX_PAYLOAD_BYTES = 8 << 20  # a snapshot of a million blocks is one message
 
 
@@ -141,7 +143,8 @@ class Broker:
             f'listen: "127.0.0.1:{self.port}"\nserver_name: "{self._name}"\n'
             f"max_payload: {MAX_PAYLOAD_BYTES}\n"
             f"jetstream {{\n  store_dir: {json.dumps(str(self._folder.path))}\n"
-            f'  sync_interval: "{SYNC_S}s"\n}}\n{self._authorization()}'
+            f'  sync_interval: "{SYNC_S}s"\n  max_file_store: {MAX_STORE_BYTES}\n'
+            f"  max_memory_store: {MAX_STORE_BYTES}\n}}\n{self._authorization()}"
         )
 
     def _authorization(self) -> str:
