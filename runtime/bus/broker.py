@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import ssl
 import subprocess
 import sys
@@ -44,6 +45,8 @@ START_TIMEOUT_S = 10.0
 BACKOFF_S = (0.2, 2.0)
 BROKER_WAIT_S = 5.0
 LOCK_WAIT_S = 20.0  # for a broker that ends
+LOOK_S = 1.0  # between looks at the room on the disk
+LOW_BYTES = 8 << 20  # of room: writes of the child may fail
 SYNC_S = 5  # between two flushes of the store to its disk
 # Its own bound is a share of what is free at its start, from which each bucket's bound is taken off ahead.
 MAX_STORE_BYTES = 1 << 50
@@ -108,6 +111,8 @@ class Broker:
             await self.stop()
             raise
         self._supervisors.spawn(self._supervise(binary))
+        if self._given_folder is not None:
+            self._supervisors.spawn(self._watch_disk(self._given_folder))
         self._is_supervised = True
 
     async def stop(self) -> None:
@@ -185,6 +190,20 @@ class Broker:
                     log.warning("the broker does not start: %s", error)
                     await end(self._child)
                     backoff = min(2 * backoff, BACKOFF_S[1])
+
+    async def _watch_disk(self, folder: Path) -> None:
+        """A child whose write found no room stores nothing there any more: start it again once there is."""
+        is_full = False
+        while True:
+            await asyncio.sleep(LOOK_S)
+            free = (await asyncio.to_thread(shutil.disk_usage, folder)).free
+            if free < LOW_BYTES and not is_full:
+                is_full = True
+                log.error("the disk of store.folder=%s is full: nothing more is stored", folder)
+            elif is_full and free > 2 * LOW_BYTES and self.pid is not None:
+                is_full = False
+                log.warning("store.folder=%s has room again: the broker is started again", folder)
+                os.kill(self.pid, signal.SIGTERM)
 
 
 class _Folder:

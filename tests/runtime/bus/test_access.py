@@ -7,6 +7,7 @@ import stat
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -269,6 +270,26 @@ async def test_what_is_stored_stays_in_the_folder_which_one_broker_has(
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"store\.folder=.*give another folder"):
         await Broker(fleet="f", folder=tmp_path / "file" / "store").start()
+
+
+async def test_a_broker_whose_disk_was_full_is_started_again_once_it_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """nats-server takes nothing more for a stream after a write that failed, whatever is freed."""
+    room = SimpleNamespace(free=0)
+    monkeypatch.setattr(broker_module.shutil, "disk_usage", lambda _: room)
+    monkeypatch.setattr(broker_module, "LOOK_S", 0.02)
+    broker = Broker(fleet="f", folder=tmp_path / "store")
+    await broker.start()
+    try:
+        await asyncio.sleep(0.2)
+        assert broker.restarts == 0
+        before, room.free = broker.pid, 1 << 30
+        await until(lambda: broker.restarts == 1 and broker.pid not in (None, before))
+        await asyncio.sleep(0.2)
+        assert (broker.restarts, broker.is_running) == (1, True)
+    finally:
+        await broker.stop()
 
 
 async def test_an_operators_server_takes_the_accounts_that_are_printed(files: Path) -> None:
