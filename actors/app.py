@@ -177,7 +177,11 @@ class BrokerReplica:
             else (free_port(), Passwords.new())
         )
         self._server = await start_broker(
-            port, fleet=config.fleet, passwords=passwords, folder=config.store_folder
+            port,
+            fleet=config.fleet,
+            passwords=passwords,
+            folder=config.store_folder,
+            store=config.store.name,
         )
         now = msgspec.json.encode((self._server.port, passwords)).decode()
         await asyncio.to_thread(store.put, key, now)

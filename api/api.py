@@ -350,9 +350,11 @@ class _Routes(Router):
         super().__init__(routes, redirect_slashes=False)
         self._by_shape: dict[tuple[int, ...], dict[tuple[str, ...], Route]] = {}
         for route in routes:
+            if ":" in route.path:
+                continue  # its parameter takes several segments
             segments = route.path.split("/")
             # The number of segments, and the places of parameters among them.
-            places = [i for i, each in enumerate(segments) if "{" in each and ":" not in each]
+            places = [i for i, each in enumerate(segments) if "{" in each]
             known = self._by_shape.setdefault((len(segments), *places), {})
             for i in places:
                 segments[i] = ""

@@ -93,6 +93,14 @@ class Plan(msgspec.Struct, frozen=True):
         return self.jobs[0].keep_s is not None  # as of all
 
     @property
+    def needs(self) -> dict[str, float]:
+        """Of its key's limits, as `Visit.ready` takes them."""
+        kept: dict[str, float] = {}
+        if self.keeps:
+            kept = {"capsules": 1, "capsule_tokens": self.prompt_tokens}
+        return {"branches": self.num_choices, **kept}
+
+    @property
     def num_choices(self) -> int:
         return len(self.jobs) * self.branches
 

@@ -36,7 +36,7 @@ from mallee.gateway.requests.observers import Observer
 from mallee.gateway.requests.request import RunningRequest
 from mallee.protocol.api.capsules import Imported
 from mallee.protocol.api.shared import OMITTED
-from mallee.protocol.errors import InternalError, LookupIncomplete, MalleeError, NotFound
+from mallee.protocol.errors import InternalError, MalleeError
 from mallee.protocol.ids import CapsuleId, RequestId, Scope, account_of, capsule_id
 from mallee.router.dispatch.jobs import PrefillJob, QueueTerms
 from mallee.router.dispatch.recovery.pending import not_kept
@@ -114,7 +114,7 @@ class Server:
         """
         caller = caller_of(request)
         if caller.visit is not UNLIMITED:
-            await caller.visit.ready(branches=plan.num_choices)
+            await caller.visit.ready(**plan.needs)
             caller.visit.begin(plan.num_choices, plan.prompt_tokens)
         prepare_s = age_s(request)
         if not plan.stream:
@@ -405,7 +405,7 @@ async def prefill(
         while (unread := stream.take()) is not None:
             last = unread
         if last is not None and last.capsule is not None:
-            with suppress(NotFound, LookupIncomplete):
+            with suppress(MalleeError):  # it goes when its time is over
                 await gateway.capsules.release(last.capsule, job.scope)
         raise
 

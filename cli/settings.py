@@ -137,8 +137,9 @@ def settings(
     nats_permissions: Annotated[
         str | None,
         typer.Option(
-            metavar="FLEET",
-            help="Print the accounts that a NATS server of yours needs for that fleet, instead.",
+            metavar="FLEET[/STORE]",
+            help="Print the accounts that a NATS server of yours needs for that fleet, and that store.name,"
+            " instead.",
         ),
     ] = None,
     as_json: JsonOption = False,
@@ -152,8 +153,10 @@ def settings(
         return
     from mallee.runtime.bus.accounts import authorization
 
-    text = authorization(nats_permissions, gateway="$GATEWAYS_PASSWORD", worker="$WORKERS_PASSWORD")
-    answer({"fleet": nats_permissions, "authorization": text}, text.rstrip(), as_json=as_json)
+    fleet, _, store = nats_permissions.partition("/")
+    passwords = {"gateway": "$GATEWAYS_PASSWORD", "worker": "$WORKERS_PASSWORD"}
+    text = authorization(fleet, store=store or None, **passwords)
+    answer({"fleet": fleet, "authorization": text}, text.rstrip(), as_json=as_json)
 
 
 _HEAD = """\

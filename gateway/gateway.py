@@ -63,16 +63,12 @@ class Gateway:
         self.memory: Final = memory
         self.shell: Final = Shell(context, dispatcher, transport)
         links = self.shell.links
-        self.store: Final = Store(
-            context.bus,
-            store or StoreTerms(context.fleet),
-            context.metrics.stored,
-            context.clock,
-        )
+        terms = store or StoreTerms(context.fleet)
+        self.store: Final = Store(context.bus, terms, context.metrics.stored, context.clock)
         self.peers: Final = Peers(
             context.bus,
             gateway=context.gateway,
-            fleet=context.fleet,
+            store=terms.name,
             others=lambda: links.other_gateways,
             ids=context.ids,
             clock=context.clock,

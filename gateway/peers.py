@@ -12,18 +12,19 @@ from typing import Final, TypeAlias
 
 from mallee.gateway.shell import RequestIds
 from mallee.protocol.codec import encode
-from mallee.protocol.errors import MalleeError, Unavailable, from_wire
+from mallee.protocol.errors import MalleeError, PeerSilent, Unavailable, from_wire
 from mallee.protocol.gateways.peers import (
     PeerAsk,
     PeerTold,
     decode_peer_ask,
     decode_peer_told,
 )
-from mallee.protocol.ids import Scope
+from mallee.protocol.ids import COMMON, Scope
 from mallee.protocol.subjects import Subjects
 from mallee.runtime.bus.bus import Bus
 
 ASK_S: Final = 2.0  # for an answer
+LIFE_S: Final = 0.5  # for a sign of life of one that is not heard of
 SETTLE_S: Final = 4.0  # in which all that live are heard of, though they find the broker later
 MAX_ANSWER_NBYTES: Final = 768 << 10  # a broker takes 1 MiB at once by default
 
@@ -31,22 +32,11 @@ Answer: TypeAlias = Callable[[str, Scope, bytes], Awaitable[bytes | None]]
 """What is here of a name in a scope, by what the question gives; None: nothing. A MalleeError is told."""
 
 
-class PeerSilent(Unavailable):
-    """The gateway that has it does not answer."""
-
-    code = "gateway_silent"
-
-    def __init__(self, why: str) -> None:
-        super().__init__(
-            f"the gateway that runs this has not answered: {why}; retry in 1 s", retry_after_s=1.0
-        )
-
-
 class Peers:
     """One gateway's questions and answers. Belongs to its event loop.
 
-    `others()`: names of the other gateways that live; None: this one is alone for good. `clock` gives
-    monotonic seconds.
+    Those of all fleets that share a `store` hear them. `others()`: names of the other gateways of this fleet
+    that live; None: this one is alone for good. `clock` gives monotonic seconds.
     """
 
     def __init__(
@@ -54,14 +44,14 @@ class Peers:
         bus: Bus,
         *,
         gateway: str,
-        fleet: str,
+        store: str,
         others: Callable[[], Collection[str] | None],
         ids: RequestIds,
         clock: Callable[[], float],
     ) -> None:
         self._bus = bus
         self.gateway = gateway
-        self._subjects = Subjects.of(fleet)
+        self._subjects = Subjects.of(store)
         self._others = others
         self._ids = ids
         self._clock = clock
@@ -85,10 +75,22 @@ class Peers:
         """Whether `others` has every gateway that lives, but for one that has just begun."""
         return self._others() is None or self._clock() >= self._settled_at
 
-    def is_gone(self, gateway: str) -> bool:
-        """Whether it is certain that another gateway lives no more."""
-        is_heard = gateway in self.others or gateway == self.gateway
-        return not is_heard and self.knows_all
+    async def is_gone(self, gateway: str) -> bool:
+        """Whether another gateway lives no more: it is not heard of, and does not answer.
+
+        One of another fleet that shares the store is not heard of here, as while a fleet follows another.
+        """
+        if gateway in self.others or gateway == self.gateway or not self.knows_all:
+            return False
+        try:
+            await self._bus.request(
+                self._subjects.peers(gateway), encode(PeerAsk("", "", COMMON)), LIFE_S
+            )
+        except ConnectionError:
+            return self.knows_all
+        except TimeoutError:
+            return True
+        return False
 
     @property
     def is_alone(self) -> bool:
@@ -117,7 +119,7 @@ class Peers:
         try:
             raw = await self._bus.request(self._subjects.peers(gateway), asked, wait_s)
         except TimeoutError as error:
-            if not self.is_gone(gateway):
+            if not await self.is_gone(gateway):
                 self.outcomes["unanswered"] += 1
                 raise PeerSilent(f"none in {wait_s:g} s") from error
             told = PeerTold()

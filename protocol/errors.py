@@ -29,6 +29,12 @@
     |  `- CapsuleLost             it went with its worker, and can't be computed again         (410)
     |- Unavailable              right request, wrong moment                              (503)
     |  |- LookupIncomplete        it may be known at another gateway, which has not answered
+    |  |- StoreAway               the gateways' store does not answer
+    |  |- StoreFull               it takes no more
+    |  |- OtherLayout             another version of Mallee has stored it
+    |  |- Unreadable              a stored value that no gateway has stored so
+    |  |- Contended               others change it all the time
+    |  |- PeerSilent              the gateway that has it does not answer
     |  |- NoWorker                no worker serves this model now
     |  |- WorkerLost              the worker died with the request on it
     |  |- CorruptLoan            KV that another worker lent is not what was sent
@@ -466,6 +472,72 @@ class LookupIncomplete(Unavailable):
     def __init__(self, why: str) -> None:
         super().__init__(
             f"it is not known at this gateway, and {why}; retry in 1 s", why=why, retry_after_s=1.0
+        )
+
+
+class StoreAway(Unavailable):
+    """The store does not answer, and this gateway does not know the thing."""
+
+    code = "store_away"
+
+    def __init__(self, why: str) -> None:
+        super().__init__(
+            f"the gateways' store can't be reached: {why}; retry in 1 s", retry_after_s=1.0
+        )
+
+
+class StoreFull(Unavailable):
+    """The broker keeps no more values."""
+
+    code = "store_full"
+
+
+class OtherLayout(Unavailable):
+    """A value that another version of Mallee has stored."""
+
+    code = "stored_by_another_version"
+
+    def __init__(self, bucket: str, found: int, own: int) -> None:
+        super().__init__(
+            f"it was stored in {bucket!r} with layout {found}, and this gateway reads layout {own}:"
+            " update the gateways that are older",
+            bucket=bucket,
+            found=found,
+            own=own,
+        )
+
+
+class Unreadable(Unavailable):
+    """A stored value that no gateway has stored so."""
+
+    code = "stored_value_unreadable"
+
+    def __init__(self, bucket: str) -> None:
+        super().__init__(
+            f"its value in {bucket!r} can't be read: another program has changed it", bucket=bucket
+        )
+
+
+class Contended(Unavailable):
+    """Others change a value all the time."""
+
+    code = "changed_meanwhile"
+
+    def __init__(self, name: str, num: int) -> None:
+        super().__init__(
+            f"{name} was changed {num} times by others meanwhile; retry in 1 s",
+            retry_after_s=1.0,
+        )
+
+
+class PeerSilent(Unavailable):
+    """The gateway that has it does not answer."""
+
+    code = "gateway_silent"
+
+    def __init__(self, why: str) -> None:
+        super().__init__(
+            f"the gateway that runs this has not answered: {why}; retry in 1 s", retry_after_s=1.0
         )
 
 

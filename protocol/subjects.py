@@ -10,11 +10,12 @@ mallee.{fleet}.admin.{host}                  request for a change of a mocked fl
 mallee.{fleet}.weights.{host}                request for a worker to change its weights: WeightsAsk
 mallee.{fleet}.bookings.{gateway}            BookingBatch, published by the gateway
 mallee.{fleet}.bookings_snapshot.{gateway}   request by another, answered with a BookingSnapshot
-mallee.{fleet}.peers.{gateway}               request by another gateway for what this one alone has
+mallee.{store}.peers.{gateway}               request by another gateway for what this one alone has
 mallee.{fleet}.queues.{gateway}              QueueDepth, published by the gateway for worker processes
 mallee.{fleet}.inbox.>                       answers to requests, which gateways alone make
 
-What gateways keep is in streams of JetStream, `KV_mallee_{fleet}_{bucket}`, as NATS's key-value has them.
+What gateways keep is in streams of JetStream, `KV_mallee_{store}_{bucket}`, as NATS's key-value has them. The
+store has the fleet's name, or one of its own that fleets share.
 
 A broker's account for gateways and one for workers need no more than `Subjects.permissions`.
 """
@@ -113,8 +114,8 @@ class Subjects(NamedTuple):
         """The prefix of subjects for answers."""
         return f"{self.root}.inbox"
 
-    def permissions(self, role: BusRole) -> Permissions:
-        """The least that a gateway or a worker process can do with.
+    def permissions(self, role: BusRole, store: str | None = None) -> Permissions:
+        """The least that a gateway or a worker process can do with. `store`: its name, if not the fleet's.
 
         Workers neither hear prompts (texts of capsules) nor speak for gateways, and gateways not for
         workers. Members of one role are not kept apart.
@@ -122,8 +123,9 @@ class Subjects(NamedTuple):
         requests = (self.snapshot(), self.loads(), self.drain(), self.weights(), self.admin())
         if role == "worker":
             return Permissions((self.events(), self.lease()), (*requests, self.queues()))
-        shared = (self.bookings(), self.bookings_snapshot(), self.peers())
-        kept = [each for name in BUCKETS for each in self._kept(self.bucket(name))]
+        named = self if store is None else Subjects.of(store)
+        shared = (self.bookings(), self.bookings_snapshot(), named.peers())
+        kept = [each for name in BUCKETS for each in self._kept(named.bucket(name))]
         return Permissions(
             publish=(*requests, *shared, self.queues(), "$JS.API.INFO", "$JS.FC.>", *kept),
             subscribe=(*shared, self.events(), self.lease(), f"{self.inbox()}.>"),

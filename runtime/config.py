@@ -701,6 +701,10 @@ class AppConfig(Settings):
             for name in ("nats_credentials", "nats_worker_credentials", "nats_ca"):
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name} needs nats_url")
+            if self.store.replicas > 1:
+                raise ValueError(
+                    f"store.replicas={self.store.replicas} needs nats_url: our own broker is one server"
+                )
             return
         if "@" in self.nats_url:
             raise ValueError(

@@ -2,9 +2,13 @@
 
 import asyncio
 from collections.abc import AsyncGenerator
+from typing import Final
 
-from mallee.runtime.bus.buckets import Buckets, BucketSpec, Stored, StoreFull
+from mallee.protocol.errors import StoreFull
+from mallee.runtime.bus.buckets import Buckets, BucketSpec, Stored
 from mallee.runtime.bus.bus import Handler, OnMessage, OnState, Signals
+
+MAX_LINE: Final = 3800  # bytes of a key, so that a line has less than 4 KiB
 
 
 class LocalHub:
@@ -167,6 +171,7 @@ class LocalBuckets:
         self._kept = kept
 
     async def get(self, bucket: BucketSpec, key: str) -> Stored | None:
+        assert len(key) < MAX_LINE, "a broker leaves a client that sends such a line"
         return (await self._values(bucket)).get(key)
 
     async def put(

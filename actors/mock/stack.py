@@ -59,7 +59,9 @@ class MockStack:
             )
         self.config = config
         self.base_url = base_url(host, port)
-        self.broker = Broker(fleet=config.fleet) if config.nats_url is None else None
+        self.broker = None
+        if config.nats_url is None:
+            self.broker = Broker(fleet=config.fleet, store=config.store.name)
         self.router = build_router(config)
         self.children: list[asyncio.subprocess.Process] = []
         self._listen = (host, port)

@@ -24,8 +24,8 @@ from mallee.api.branches.accounts import (
     Place,
     Resource,
 )
-from mallee.gateway.store.store import Bucket, Entry, Store, StoreAway
-from mallee.protocol.errors import BadRequest, BudgetSpent, Unavailable
+from mallee.gateway.store.store import Bucket, Entry, Store
+from mallee.protocol.errors import BadRequest, BudgetSpent, StoreAway, Unavailable
 from mallee.protocol.ids import Scope, account_of
 
 log = logging.getLogger(__name__)

@@ -6,9 +6,8 @@ from typing import Any, Final, Literal
 import msgspec
 
 from mallee.gateway.gateway import Gateway
-from mallee.gateway.peers import PeerSilent
 from mallee.protocol.codec import Decoder, encode
-from mallee.protocol.errors import Unavailable, UnknownBranch, UnknownRequest
+from mallee.protocol.errors import PeerSilent, Unavailable, UnknownBranch, UnknownRequest
 from mallee.protocol.hashing import as_tokens
 from mallee.protocol.ids import RequestId, Scope
 from mallee.protocol.messages import pack_tokens, unpack_tokens

@@ -74,7 +74,7 @@ class _Record:
         self.scope = scope
         self.nbytes = 0
         self.is_over = False
-        self.is_ours = False  # this gateway runs it
+        self.renewal: asyncio.TimerHandle | None = None  # of its claim; None: it runs elsewhere
         self._is_complete = False  # the app may still be tidying up
         self.is_whole = True  # False: it is too large to be kept, and its beginning is gone
         self._max_nbytes = max_nbytes
@@ -210,10 +210,10 @@ class IdempotencyMiddleware:
         salt_header: str,
     ) -> None:
         self._app = app
-        self._store = store
         self._peers = peers
         self._owner = owner
         self._kept = store.bucket("answers", _Kept, version=1, ttl_s=ttl_s, max_nbytes=max_nbytes)
+        self._ttl_s = ttl_s
         self._max_nbytes = max_nbytes // _SHARE
         self._max_body_bytes = max_body_bytes
         self._salt_header = salt_header
@@ -269,7 +269,7 @@ class IdempotencyMiddleware:
         try:
             kept = await unless_gone(record.left, self._claim(name, digest))
             if kept is None:
-                record.is_ours = True
+                self._renew_later(name, record)
                 await self._app(scope, received, record.put)
             else:
                 record.replay(kept)
@@ -304,6 +304,16 @@ class IdempotencyMiddleware:
             if await self._kept.put(name.scope, name.key, ours, at=at) is not None:
                 return None
 
+    def _renew_later(self, name: _Name, record: _Record) -> None:
+        """Have the claim of a run last as long as that does."""
+        after_s, loop = self._ttl_s / 2, asyncio.get_running_loop()
+        record.renewal = loop.call_later(after_s, self._renew, name, record)
+
+    def _renew(self, name: _Name, record: _Record) -> None:
+        if self._records.get(name) is record:
+            self._kept.put_soon(*name, _Kept(record.request, self._peers.gateway))
+            self._renew_later(name, record)
+
     async def _runs_elsewhere(self, gateway: str, name: _Name) -> bool:
         """Whether it ran at another gateway until now, or still does; waits for its end."""
         if gateway == self._peers.gateway:
@@ -320,15 +330,17 @@ class IdempotencyMiddleware:
                     await record.ended()
             except TimeoutError:
                 return b"runs"
-        is_told = self._store.num_waiting == 0
-        await self._store.flush(_WAIT_S)
+        is_told = await self._kept.settled(owner, key, 0.0)
+        await self._kept.settled(owner, key, _WAIT_S)
         return b"ran" if record is not None or not is_told else None
 
     def _ended(self, name: _Name, record: _Record) -> None:
+        if record.renewal is not None:
+            record.renewal.cancel()
         if self._records.get(name) is not record:
             return  # it was given up, and the request came again
         del self._records[name]
-        if not record.is_ours:
+        if record.renewal is None:
             return
         kept = record.kept(self._peers.gateway)
         if kept is None:

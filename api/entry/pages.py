@@ -1,6 +1,7 @@
 """Lists a page at a time: all are by id, and go on behind one that may be gone by then."""
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -23,6 +24,17 @@ class Paging(NamedTuple):
     def most(self) -> int:
         """Things to look for: one more than are shown tells that there are more."""
         return self.limit + 1
+
+    async def read(
+        self, names: Sequence[str], read: Callable[[str], Awaitable[T | None]]
+    ) -> list[T]:
+        """The first `most` things of these `names`, which are in order; some may be gone by now."""
+        rest, found = [name for name in names if name > self.after], list[T]()
+        while rest and (num := self.most - len(found)):
+            things = await asyncio.gather(*map(read, rest[:num]))
+            found += [each for each in things if each is not None]
+            rest = rest[num:]
+        return found
 
     def page(
         self,

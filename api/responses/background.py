@@ -14,10 +14,8 @@ from mallee.api.responses.running import Run
 from mallee.api.responses.store import Record, StoredResponses
 from mallee.api.responses.writing import ending, sse
 from mallee.gateway.access.quotas import Visit
-from mallee.gateway.store.store import StoreAway
-from mallee.protocol.errors import MalleeError, Unavailable
+from mallee.protocol.errors import MalleeError, StoreAway, StoreFull, Unavailable
 from mallee.protocol.ids import Scope
-from mallee.runtime.bus.buckets import StoreFull
 from mallee.runtime.tasks import Tasks
 
 BATCH_S: Final = 0.1  # for which events wait for others to be stored with
@@ -202,6 +200,8 @@ async def follow(
         known = 0  # events
         async with aclosing(_batches(stored, scope, name)) as batches:
             async for number, batch in batches:
+                if number > known:
+                    raise ConnectionError(f"events {known} to {number - 1} are not stored any more")
                 rest = batch[max(known, after + 1) - number :]
                 known = max(known, number + len(batch))
                 if rest:

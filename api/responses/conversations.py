@@ -4,8 +4,8 @@ The items lie apart from the rest, so that to show or list conversations need no
 put where it was read, and changed again if another was faster.
 """
 
-import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -122,9 +122,8 @@ class Conversations:
 
     async def page(self, scope: Scope, paging: Paging) -> list[ConversationBody]:
         """The first `paging.most` of `scope`."""
-        names = [name for name in await self._heads.bucket.names(scope) if name > paging.after]
-        found = await asyncio.gather(*(self._heads.get(scope, n) for n in names[: paging.most]))
-        return [entry.value for entry in found if entry is not None]
+        names = await self._heads.bucket.names(scope)
+        return [each.value for each in await paging.read(names, partial(self._heads.get, scope))]
 
     async def set_metadata(
         self, name: str, scope: Scope, metadata: dict[str, str]

@@ -24,13 +24,18 @@ from mallee.api.responses.turns import PlannedTurn, TurnMaker
 from mallee.api.responses.writing import Writer, opening, sse
 from mallee.api.serve import Server, json_response
 from mallee.api.sse import EventStream, unless_gone
-from mallee.gateway.peers import PeerSilent
-from mallee.gateway.store.store import StoreAway
 from mallee.protocol.api.responses import ResponseDeleted, ResponseList, ResponseRequest
-from mallee.protocol.errors import BadRequest, InvalidParameter, NotFound, Unavailable
+from mallee.protocol.errors import (
+    BadRequest,
+    InvalidParameter,
+    NotFound,
+    PeerSilent,
+    StoreAway,
+    StoreFull,
+    Unavailable,
+)
 from mallee.protocol.ids import Scope
 from mallee.router.dispatch.jobs import QueueTerms
-from mallee.runtime.bus.buckets import StoreFull
 from mallee.runtime.config import ResponsesSettings
 from mallee.runtime.tasks import Tasks
 
@@ -99,6 +104,7 @@ class Responses:
 
         planned = await self._asking.make(request, asked, plan)
         run = await self._run(request, asked, planned, previous, talk, plan_whole)
+        await caller_of(request).visit.ready(**planned.plan.needs)
         if body.background:
             return await self._in_background(request, run, streams=body.stream)
         run.admit(caller_of(request).visit)

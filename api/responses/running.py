@@ -14,12 +14,17 @@ from mallee.api.responses.turns import PlannedTurn
 from mallee.api.responses.writing import Writer, ending
 from mallee.api.serve import LOGPROBS_COST, TURN_TOKENS, Named, Server
 from mallee.gateway.access.quotas import Visit
-from mallee.gateway.peers import PeerSilent
 from mallee.gateway.requests.deltas import Delta
 from mallee.gateway.requests.lives import BranchLife
 from mallee.gateway.requests.observers import Observer
-from mallee.gateway.store.store import StoreAway
-from mallee.protocol.errors import CapsuleStale, LookupIncomplete, MalleeError, NotFound
+from mallee.protocol.errors import (
+    CapsuleStale,
+    LookupIncomplete,
+    MalleeError,
+    NotFound,
+    PeerSilent,
+    StoreAway,
+)
 from mallee.protocol.ids import Scope
 from mallee.protocol.messages import pack_tokens
 from mallee.router.dispatch.jobs import ForkJob

@@ -1,8 +1,8 @@
 """Stored responses: their one form, and the bucket that has those of all gateways."""
 
-import asyncio
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -12,9 +12,9 @@ from mallee.api.responses.writing import failed
 from mallee.api.text.conversation import Conversation, Function, Message
 from mallee.gateway.peers import Peers
 from mallee.gateway.store.copies import CopiedBucket
-from mallee.gateway.store.store import Entry, OtherLayout, Store, StoreAway
+from mallee.gateway.store.store import Entry, Store
 from mallee.protocol.api.responses import Response, ResponseSummary
-from mallee.protocol.errors import InvalidParameter, NotFound, Unavailable
+from mallee.protocol.errors import InvalidParameter, NotFound, OtherLayout, StoreAway, Unavailable
 from mallee.protocol.ids import CapsuleId, Scope
 from mallee.runtime.config import ResponsesSettings
 
@@ -142,7 +142,7 @@ class StoredResponses:
         Raises UnknownResponse, StoreAway.
         """
         entry = await self._whole.get(scope, name) if name.startswith(ID_PREFIX) else None
-        if entry is not None and self._is_lost(entry.value):
+        if entry is not None and await self._is_lost(entry.value):
             await self._give_up(scope, entry)
             entry = await self._whole.get(scope, name)
         if entry is None:
@@ -181,14 +181,17 @@ class StoredResponses:
 
     async def delete(self, scope: Scope, name: str) -> None:
         """Returns once it is gone everywhere. Raises StoreAway."""
+        if self._summaries.is_waiting(scope, name, _SUMMARY):
+            self._summaries.remove_soon(
+                scope, name, _SUMMARY
+            )  # else it would come after the delete
         await self._whole.delete(scope, name)
         await self.events.delete(scope, name)
 
     async def page(self, scope: Scope, paging: Paging) -> list[ResponseSummary]:
         """The first `paging.most` of `scope`. Raises StoreAway."""
-        names = [name for name in await self._whole.bucket.names(scope) if name > paging.after]
-        found = await asyncio.gather(*(self._summary(scope, n) for n in names[: paging.most]))
-        return [each for each in found if each is not None]
+        names = await self._whole.bucket.names(scope)
+        return await paging.read(names, partial(self._summary, scope))
 
     async def _summary(self, scope: Scope, name: str) -> ResponseSummary | None:
         summary = await self._summaries.get_below(scope, name, _SUMMARY)
@@ -199,13 +202,13 @@ class StoredResponses:
         except UnknownResponse:  # it went meanwhile
             return None
 
-    def _is_lost(self, record: Record) -> bool:
+    async def _is_lost(self, record: Record) -> bool:
         """Whether it runs nowhere, though it is not over."""
         if record.is_over:
             return False
         if record.gateway == self._peers.gateway:
             return not self._runs(record.id)
-        return self._peers.is_gone(record.gateway)
+        return await self._peers.is_gone(record.gateway)
 
     async def _give_up(self, scope: Scope, entry: Entry[Record]) -> None:
         """End a response that runs nowhere, unless it has been ended since."""

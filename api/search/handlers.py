@@ -106,7 +106,7 @@ class Requests:
             make = partial(self.maker.fork, step, info, self.plan.scope, self.plan.terms)
             is_long = sum(map(len, step.suffixes or ())) > INLINE_BODY_BYTES
             plan = await self.asking.in_pool(make) if is_long else make()
-            await visit.ready(branches=plan.num_choices)
+            await visit.ready(**plan.needs)
             visit.begin(plan.num_choices, plan.prompt_tokens)
             found: list[list[TextDelta]] = [[] for _ in range(plan.num_choices)]
 

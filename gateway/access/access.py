@@ -16,6 +16,7 @@ from mallee.runtime.tasks import Tasks
 log = logging.getLogger(__name__)
 
 RELOAD_S: Final = 1.0
+SWEEP_S: Final = 5.0  # between looks for capsules that are gone
 TENANT_HEADER: Final = "x-tenant-id"
 LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 
@@ -76,9 +77,10 @@ class Access:
             )
 
     def start_up(self) -> None:
-        """Follow the file from now on."""
+        """Follow the file from now on, and what becomes of the capsules that count."""
         if self._file is not None:
             self.tasks.spawn(self._follow())
+            self.tasks.spawn(self._sweep())
 
     async def close(self) -> None:
         await self.tasks.close()
@@ -146,6 +148,12 @@ class Access:
         while True:
             await asyncio.sleep(RELOAD_S)
             await self.reload()
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            for use in self._uses.values():
+                use.sweep()
 
 
 def _version(file: Path | None) -> tuple[int, ...] | None:

@@ -21,19 +21,19 @@ from typing import Final
 import msgspec
 
 from mallee.gateway.access.keys import Key
-from mallee.gateway.store.store import Bucket, Entry, Store, StoreAway
-from mallee.protocol.errors import QuotaExceeded, QuotaTooSmall, Unavailable
+from mallee.gateway.store.store import Bucket, Entry, Store
+from mallee.protocol.errors import QuotaExceeded, QuotaTooSmall, StoreAway, Unavailable
 from mallee.protocol.ids import COMMON, CapsuleId
 
 log = logging.getLogger(__name__)
 
 MINUTE_S: Final = 60.0
 AGAIN_S: Final = 0.1  # before a limit that was used up is looked at again
+PAUSE_S: Final = 0.02  # in which what has just ended at another gateway comes back
 GONE_S: Final = 5.0  # for which a gateway is not heard of
 AHEAD: Final = 20  # the part of a limit that all gateways together take ahead
 LAYOUT: Final = 1
 TTL_S: Final = 7 * 86_400.0
-MAX_NBYTES: Final = 16 << 20
 
 REQUESTS: Final = "requests per minute"
 TOKENS: Final = "tokens per minute"
@@ -50,9 +50,12 @@ class Rate(msgspec.Struct, array_like=True):
     at: float  # seconds since the epoch
 
     def fill(self, per_minute: int, now: float) -> None:
-        more = max(0.0, now - self.at) * per_minute / MINUTE_S
+        """Fill it for the time since another filled it, whose clock may go before this one."""
+        passed_s = now - self.at
+        if not -MINUTE_S < passed_s < 0:  # else that time would be counted twice
+            self.at = now
+        more = max(0.0, passed_s) * per_minute / MINUTE_S
         self.level = min(float(per_minute), self.level + more)
-        self.at = now
 
 
 class Quota(msgspec.Struct, array_like=True):
@@ -144,9 +147,7 @@ class Shared:
         self.others = others
         self.clock = clock
         self._missing: dict[str, float] = {}  # holders, since when
-        self.bucket: Bucket[Quota] = store.bucket(
-            "quotas", Quota, version=LAYOUT, ttl_s=TTL_S, max_nbytes=MAX_NBYTES
-        )
+        self.bucket: Bucket[Quota] = store.bucket("quotas", Quota, version=LAYOUT, ttl_s=TTL_S)
 
     @cached_property
     def holder(self) -> str:
@@ -185,6 +186,7 @@ class Use:
         self._is_telling = False
         self._parts: dict[str, Part] = {}
         self._capsules: dict[CapsuleId, int] = {}  # tokens of those it asked for
+        self._is_kept: Callable[[CapsuleId], bool] = bool  # as `making` was given it last
         self.limit(key)
 
     def limit(self, key: Key) -> None:
@@ -204,6 +206,8 @@ class Use:
                 part = self._parts[what] = Part(what, limit or 0)
             if part.is_rate and not part.is_limited:
                 part.leased = part.used = 0.0
+            if part.limit != limit:
+                part.again_at = 0.0
             part.limit, part.is_limited = limit or 0, limit is not None
         self._is_limited = any(part.is_limited for part in self._parts.values())
 
@@ -241,6 +245,9 @@ class Use:
                 return
             try:
                 await self._lease(shared, wanted)
+                if any(not part.is_rate for part in self._lacking(need)):
+                    await asyncio.sleep(PAUSE_S)
+                    await self._lease(shared, wanted)
             except Unavailable:
                 if self._lacking(need):
                     raise
@@ -305,8 +312,8 @@ class Use:
                 raise StoreAway(f"this API key's {part.what} can't be counted")
             if part.again_at <= self._clock():  # it was not asked for yet
                 self._tell_soon(need)
-            total = int(part.total)
-            raise QuotaExceeded(part.what, total, part.limit, max(part.wait_s, AGAIN_S))
+            wait_s = part.again_at - self._clock() if part.is_rate else part.wait_s
+            raise QuotaExceeded(part.what, int(part.total), part.limit, max(wait_s, AGAIN_S))
 
     def _tell_soon(self, need: Mapping[str, float] = MappingProxyType({})) -> None:
         """Have the other gateways know of what is owed, or free, or have more."""
@@ -318,14 +325,16 @@ class Use:
     async def _tell(self, shared: Shared, need: Mapping[str, float]) -> None:
         try:
             while True:
-                await asyncio.sleep(AGAIN_S)  # for all that ends meanwhile
                 async with self._turn:
                     try:
                         await self._lease(shared, need)
                     except Unavailable as error:
-                        log.info("the quota of a key was not told: %s", error)
-                    else:
-                        return
+                        log.debug("the quota of a key was not told: %s", error)
+                told = [part for part in self._parts.values() if part.is_limited]
+                if not any(part.is_to_tell for part in told):
+                    return
+                need = {}
+                await asyncio.sleep(AGAIN_S)  # for all that is used or ends meanwhile
         finally:
             self._is_telling = False
 
@@ -383,8 +392,8 @@ class Use:
             return
         self._check_size(CAPSULES, 1)
         self._check_size(CAPSULE_TOKENS, tokens)
-        for gone in [each for each in self._capsules if not is_kept(each)]:
-            self.unkeep(gone)
+        self._is_kept = is_kept
+        self.sweep()
         self._check({CAPSULES: 1, CAPSULE_TOKENS: tokens})
         self._count_capsule(1, tokens)
 
@@ -397,6 +406,11 @@ class Use:
             yield keep
         finally:
             self._count_capsule(-1, -tokens)
+
+    def sweep(self) -> None:
+        """Count no capsule that is gone, by whatever way: other gateways may make as many."""
+        for gone in [each for each in self._capsules if not self._is_kept(each)]:
+            self.unkeep(gone)
 
     def unkeep(self, capsule: CapsuleId) -> None:
         """`capsule` is not kept any more, though it may be there: it counts no more."""
@@ -421,7 +435,7 @@ _NAMES: Final = {
     "capsule_tokens": CAPSULE_TOKENS,
 }
 _FIRST: Final = {RUNNING: 1.0, REQUESTS: 1.0, TOKENS: 1.0}
-_MAYBE: Final = {BRANCHES: 1.0, CAPSULES: 1.0}
+_MAYBE: Final = {TOKENS: 1.0, BRANCHES: 1.0, CAPSULES: 1.0}
 
 
 class Visit:

@@ -217,7 +217,6 @@ class Capsules:
         Unavailable.
         """
         self.check_owner(capsule, scope)
-        self.texts.renew(capsule)
         if self._dispatcher.lacks(capsule):
             try:
                 async with asyncio.timeout(PROMISE_S):
@@ -228,6 +227,7 @@ class Capsules:
                 ) from None
             if self._dispatcher.lacks(capsule):  # its worker may be leaving
                 await self.texts.fetch(capsule, scope)
+        self.texts.renew(capsule)  # not before: it may have been released elsewhere
         if is_kept:
             await self.remember(capsule, scope)
 

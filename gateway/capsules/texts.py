@@ -18,9 +18,9 @@ from msgspec import structs
 
 from mallee.gateway.peers import Peers
 from mallee.gateway.shell import GatewayContext
-from mallee.gateway.store.store import Store, StoreAway
+from mallee.gateway.store.store import Entry, Store
 from mallee.protocol.codec import encode
-from mallee.protocol.errors import MalleeError, UnknownCapsule
+from mallee.protocol.errors import MalleeError, StoreAway, UnknownCapsule
 from mallee.protocol.gateways.capsule_texts import StoredText, decode_text
 from mallee.protocol.hashing import Tokens
 from mallee.protocol.ids import CapsuleId, Scope, owner_of
@@ -132,13 +132,10 @@ class CapsuleTexts:
 
     async def read(self, capsule: CapsuleId, scope: Scope) -> StoredText | None:
         """As `fetch`, from the store alone: the value there."""
-        found = await self._bucket.get(scope, capsule)
+        found = await self._unreleased(capsule, scope)
         if found is None:
             return None
         text = found.value
-        if text.is_released:
-            self._memory.forget(capsule)
-            raise UnknownCapsule(capsule)
         rest = [(capsule, text)]
         path: TokenPath | None = None
         while text.parent:
@@ -177,13 +174,16 @@ class CapsuleTexts:
 
         At another gateway, that is, as far as the store can be asked.
         """
-        try:
-            found = await self._bucket.get(scope, capsule)
-        except StoreAway:
-            return
+        with suppress(StoreAway):
+            await self._unreleased(capsule, scope)
+
+    async def _unreleased(self, capsule: CapsuleId, scope: Scope) -> Entry[StoredText] | None:
+        """The text in the store. Raises UnknownCapsule if the capsule was released."""
+        found = await self._bucket.get(scope, capsule)
         if found is not None and found.value.is_released:
             self._memory.forget(capsule)
             raise UnknownCapsule(capsule)
+        return found
 
     async def release(self, capsule: CapsuleId, scope: Scope) -> None:
         """Have no gateway compute `capsule` again, from when the store has it on."""
@@ -248,5 +248,7 @@ class CapsuleTexts:
         raw = encode(text)
         if len(raw) <= MAX_TOLD_NBYTES:
             return raw
-        await self._bucket.put(scope, capsule, text)
+        found = await self._unreleased(capsule, scope)
+        at = 0 if found is None else found.revision
+        await self._bucket.put(scope, capsule, text, at=at)  # else it was released meanwhile
         return b""

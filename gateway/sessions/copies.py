@@ -11,10 +11,9 @@ from mallee.gateway.peers import Peers
 from mallee.gateway.sessions.stored import StoredSessions
 from mallee.gateway.sessions.trees import TICK_S, SessionKey, SessionTree, SessionTrees
 from mallee.gateway.shell import GatewayContext
-from mallee.gateway.store.store import Entry, Store, StoreAway
-from mallee.protocol.errors import Unavailable
+from mallee.gateway.store.store import Entry, Store
+from mallee.protocol.errors import StoreAway, StoreFull, Unavailable
 from mallee.protocol.gateways.session_notes import SessionHead
-from mallee.runtime.bus.buckets import StoreFull
 from mallee.runtime.tasks import Tasks
 
 log = logging.getLogger(__name__)
@@ -121,10 +120,13 @@ class SessionCopies:
         except StoreAway:
             return self.trees.get(key)
 
-    def may_have_news(self, key: SessionKey) -> bool:
-        """Whether others may have put what is not here."""
+    def may_have_news(self, key: SessionKey, *, was_read: bool) -> bool:
+        """Whether others may have put what is not here; its head `was_read` just now."""
         tree = self.trees.get(key)
-        return tree is None or not tree.is_whole or bool(self._peers.others)
+        if tree is None or not tree.is_whole:
+            return True
+        is_ours = tree.entry is not None and tree.entry.value.gateway == self._gateway
+        return bool(self._peers.others) and not (is_ours and was_read)
 
     async def read(self, key: SessionKey, *, is_anew: bool = False) -> SessionTree | None:
         """The session with all nodes that are stored, `is_anew`: also those that are here already.

@@ -15,13 +15,14 @@ from mallee.gateway.requests.observers import Observer
 from mallee.gateway.sessions.copies import SessionCopies, SessionLimits
 from mallee.gateway.sessions.trees import TICK_S, LeftNode, SessionKey, SessionTree
 from mallee.gateway.shell import GatewayContext, Shell
-from mallee.gateway.store.store import Entry, Store, StoreAway
+from mallee.gateway.store.store import Entry, Store
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import (
     InvalidParameter,
     MalleeError,
     NotFound,
     SessionClosed,
+    StoreAway,
     Unavailable,
 )
 from mallee.protocol.gateways.session_notes import (
@@ -41,6 +42,7 @@ from mallee.router.placement.placer import Placement
 log = logging.getLogger(__name__)
 
 NUM_RELEASED: Final = 64  # capsules at once
+MAX_READ: Final = 32  # sessions above one that is bounded by one of them
 CLOSE_S: Final = 30.0  # for the workers of all capsules of a session
 _CLOSE: Final = "session.close"
 _DERIVE: Final = "session.derive"
@@ -123,7 +125,7 @@ class GatewaySessions:
         line = [tree.key]
         if tree.parent:
             line.append(SessionKey(job.scope, tree.parent))
-        if any(map(self._copies.may_have_news, line)) or self._copies.is_due(tree):
+        if self._news(line) or self._copies.is_due(tree):
             self._catching_up[request] = []
             self.tasks.spawn(self._catch_up(request, line))
         return SessionRequest(self, request)
@@ -191,7 +193,7 @@ class GatewaySessions:
         """Read what others have put into a request's session and the one above it; store that it is used."""
         try:
             await self._copies.save(line[0])
-            for key in filter(self._copies.may_have_news, line):
+            for key in self._news(line):
                 await self._copies.read(key)
             self.trees.caught_up(request)
         except Unavailable as error:
@@ -200,6 +202,10 @@ class GatewaySessions:
         finally:
             for call in self._catching_up.pop(request):
                 call()
+
+    def _news(self, line: Sequence[SessionKey]) -> list[SessionKey]:
+        """Those to be read for a request of the first, whose head was read for its budget."""
+        return [key for key in line if self._copies.may_have_news(key, was_read=key is line[0])]
 
     def _derive(self, source: CapsuleId, derived: Derived) -> bool:
         """Whether a session here has `source`, and now the other one."""
@@ -281,7 +287,7 @@ class GatewaySessions:
         own = last = self.trees.get(key)
         seen = {key}  # clients may name parents in a circle
         above = parent if own is None else own.parent or parent
-        while above:
+        while above and len(seen) <= MAX_READ:  # those beyond: as the last one knows
             key = SessionKey(scope, above)
             over = None if key in seen else await self._copies.fresh(key)
             if over is None:

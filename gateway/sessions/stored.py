@@ -10,7 +10,8 @@ from contextlib import suppress
 from typing import Final, TypeVar
 
 from mallee.gateway.sessions.trees import SessionKey, SessionTree
-from mallee.gateway.store.store import Bucket, Entry, Store, StoreAway
+from mallee.gateway.store.store import Bucket, Entry, Store
+from mallee.protocol.errors import StoreAway
 from mallee.protocol.gateways.session_notes import NodeNote, SessionEnd, SessionHead
 from mallee.protocol.ids import Scope, private_part
 

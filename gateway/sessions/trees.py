@@ -369,7 +369,9 @@ class SessionTrees:
         self._trees.move_to_end(key)
         self._of_tenant[tree.tenant].move_to_end(key)
         tree.used = max(tree.used, now)
-        tree.parent = tree.parent or parent
+        if parent and not tree.parent:
+            over = self._trees.get(SessionKey(key.scope, parent))
+            tree.parent, tree.above = parent, tree.above or ("" if over is None else over.bound)
         return tree
 
     def _begin(self, tree: SessionTree) -> SessionTree:

@@ -1,28 +1,18 @@
 """Buckets of whose values this gateway keeps copies."""
 
+import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final, Generic, NamedTuple, TypeVar
+from weakref import WeakValueDictionary
 
-from mallee.gateway.store.store import Bucket, Entry, StoreAway
-from mallee.protocol.errors import Unavailable
+from mallee.gateway.store.store import Bucket, Entry
+from mallee.protocol.errors import Contended, StoreAway
 from mallee.protocol.ids import Scope
 
 T = TypeVar("T")
 
 MAX_TRIES: Final = 16  # of a change, beside those of others
-
-
-class Contended(Unavailable):
-    """Others change a value all the time."""
-
-    code = "changed_meanwhile"
-
-    def __init__(self, name: str) -> None:
-        super().__init__(
-            f"{name} was changed {MAX_TRIES} times by others meanwhile; retry in 1 s",
-            retry_after_s=1.0,
-        )
 
 
 class _Copy(NamedTuple, Generic[T]):
@@ -41,6 +31,7 @@ class CopiedBucket(Generic[T]):
         self._max_nbytes = max_nbytes
         self._copies: OrderedDict[tuple[Scope, str], _Copy[T]] = OrderedDict()
         self._nbytes = 0
+        self._turns: WeakValueDictionary[tuple[Scope, str], asyncio.Lock] = WeakValueDictionary()
 
     async def get(self, scope: Scope, name: str) -> Entry[T] | None:
         """The value as it is now. Raises as `Bucket.get`, but for a copy."""
@@ -65,16 +56,17 @@ class CopiedBucket(Generic[T]):
     async def change(self, scope: Scope, name: str, change: Callable[[T], T]) -> T | None:
         """The value after `change`, which is called again where others were faster. None: there is none.
 
-        Raises Contended, StoreFull, and as `Bucket.put`.
+        Those of this gateway follow each other. Raises Contended, StoreFull, and as `Bucket.put`.
         """
-        for _ in range(MAX_TRIES):
-            entry = await self.get(scope, name)
-            if entry is None:
-                return None
-            value = change(entry.value)
-            if await self.put(scope, name, value, at=entry.revision) is not None:
-                return value
-        raise Contended(name)
+        async with self._turns.setdefault((scope, name), asyncio.Lock()):
+            for _ in range(MAX_TRIES):
+                entry = await self.get(scope, name)
+                if entry is None:
+                    return None
+                value = change(entry.value)
+                if await self.put(scope, name, value, at=entry.revision) is not None:
+                    return value
+        raise Contended(name, MAX_TRIES)
 
     async def delete(self, scope: Scope, name: str) -> None:
         """As `Bucket.delete`."""

@@ -8,25 +8,33 @@ one lies in parts beside its head, which is put after them, so that no reader se
 
 Writes that no answer waits for go by `put_soon` and `delete_soon`: in order for each name, the last one
 alone if several wait, within `MAX_WAITING_NBYTES`. Those that wait while the store is away are sent once it
-is back.
+is back. A write that is waited for comes after those of its name that began before, and before later ones.
 """
 
 import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Container, Coroutine, Iterator
-from contextlib import aclosing, contextmanager
+from collections import Counter
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Container,
+    Coroutine,
+    Iterator,
+)
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 
 from mallee.gateway.store.names import key_of, name_of
 from mallee.protocol.codec import Decoder, encode
-from mallee.protocol.errors import CodecError, Unavailable
+from mallee.protocol.errors import CodecError, OtherLayout, StoreAway, StoreFull, Unreadable
 from mallee.protocol.ids import Scope
 from mallee.protocol.subjects import Subjects
-from mallee.runtime.bus.buckets import Buckets, BucketSpec, Stored, StoreFull
+from mallee.runtime.bus.buckets import Buckets, BucketSpec, Stored
 from mallee.runtime.bus.bus import Bus
 from mallee.runtime.tasks import Tasks
 
@@ -39,33 +47,9 @@ MAX_WAITING_NBYTES: Final = 64 << 20  # of writes that wait for the store
 NUM_SENT: Final = 64  # writes under way at once
 RETRY_S: Final = 0.2
 PARTS_S: Final = 60  # for which parts of a value that was put anew stay
+TURN_S: Final = 2.0  # for earlier writes of a name
+MAX_KEY: Final = 3500  # characters: a broker leaves a client that sends a line of 4 KiB
 _OVERHEAD_NBYTES: Final = 256  # of a write that waits
-
-
-class StoreAway(Unavailable):
-    """The store does not answer, and this gateway does not know the thing."""
-
-    code = "store_away"
-
-    def __init__(self, why: str) -> None:
-        super().__init__(
-            f"the gateways' store can't be reached: {why}; retry in 1 s", retry_after_s=1.0
-        )
-
-
-class OtherLayout(Unavailable):
-    """A value that another version of Mallee has stored."""
-
-    code = "stored_by_another_version"
-
-    def __init__(self, bucket: str, found: int, own: int) -> None:
-        super().__init__(
-            f"it was stored in {bucket!r} with layout {found}, and this gateway reads layout {own}:"
-            " update the gateways that are older",
-            bucket=bucket,
-            found=found,
-            own=own,
-        )
 
 
 class Entry(NamedTuple, Generic[T]):
@@ -115,6 +99,7 @@ class Store:
         self._terms = terms
         self._waiting: dict[tuple[str, str], Write] = {}  # by bucket and key, the oldest first
         self._sent: dict[tuple[str, str], Write] = {}  # under way
+        self._awaited: Counter[tuple[str, str]] = Counter()  # the same, by callers that wait
         self._nbytes = 0  # of both
         self._settling: dict[tuple[str, str], asyncio.Event] = {}  # that are waited for
         self._num_changing = 0
@@ -184,14 +169,30 @@ class Store:
 
     async def settled(self, spec: BucketSpec, key: str, wait_s: float) -> bool:
         """As `flush`, for the writes of one key."""
-        if self.pending(spec, key) is None:
-            return True
         try:
             async with asyncio.timeout(wait_s):
-                await self._settling.setdefault((spec.name, key), asyncio.Event()).wait()
+                while self.pending(spec, key) is not None:
+                    await self._settling.setdefault((spec.name, key), asyncio.Event()).wait()
         except TimeoutError:
             return False
         return True
+
+    @asynccontextmanager
+    async def turn(self, spec: BucketSpec, key: str) -> AsyncIterator[None]:
+        """Write a key: after all that wait by now, and before those to come. Raises StoreAway."""
+        is_first = self.pending(spec, key) is None
+        if not is_first and not (self.is_up and await self.settled(spec, key, TURN_S)):
+            raise StoreAway("earlier writes of the same name wait for it")
+        place = spec.name, key
+        self._awaited[place] += 1
+        try:
+            with self.asking("write"):
+                yield
+        finally:
+            self._awaited[place] -= 1
+            if not self._awaited[place]:
+                del self._awaited[place]
+                self._begin()
 
     async def close(self, wait_s: float = 2.0) -> None:
         """Send what waits, if the store takes it soon."""
@@ -214,12 +215,21 @@ class Store:
         place = spec.name, key
         return self._waiting.get(place) or self._sent.get(place)
 
+    def pending_below(self, spec: BucketSpec, above: str) -> Iterator[Write]:
+        """As `pending`, of all keys whose first parts are `above`."""
+        for name, key in {**self._sent, **self._waiting}:
+            write = self.pending(spec, key) if name == spec.name else None
+            if write is not None and key.startswith(f"{above}."):
+                yield write
+
     def write_soon(self, write: Write) -> None:
         place = write.spec.name, write.key
         if (before := self._waiting.pop(place, None)) is not None:
             self._nbytes -= before.nbytes
         if self._nbytes + write.nbytes > MAX_WAITING_NBYTES:
             self.num_refused += 1
+            self._settle(place)
+            self._begin()
             return
         self._nbytes += write.nbytes
         self._waiting[place] = write
@@ -229,7 +239,7 @@ class Store:
     def _begin(self) -> None:
         """Send the oldest that wait, as many at once as may be; those of one name follow each other."""
         while len(self._sent) < NUM_SENT:
-            place = next((each for each in self._waiting if each not in self._sent), None)
+            place = next((each for each in self._waiting if not self._is_written(each)), None)
             if place is None:
                 break
             self._sent[place] = self._waiting.pop(place)
@@ -244,9 +254,18 @@ class Store:
                 self._nbytes -= self._sent[place].nbytes
                 self._sent[place] = newer
         self._nbytes -= self._sent.pop(place).nbytes
-        if place not in self._waiting and (settling := self._settling.pop(place, None)):
-            settling.set()
+        self._settle(place)
         self._begin()
+
+    def _is_written(self, place: tuple[str, str]) -> bool:
+        return place in self._sent or place in self._awaited
+
+    def _settle(self, place: tuple[str, str]) -> None:
+        """Wake what waits for a key's writes, if none is left."""
+        if place in self._waiting or place in self._sent:
+            return
+        if (settling := self._settling.pop(place, None)) is not None:
+            settling.set()
 
     async def _is_put(self, write: Write) -> bool:
         """Whether nothing is left to be done."""
@@ -272,7 +291,7 @@ class Layout(NamedTuple, Generic[T]):
 class Bucket(Generic[T]):
     """The values of one kind, of all scopes.
 
-    Methods that wait raise StoreAway; those that read, OtherLayout.
+    Methods that wait raise StoreAway; those that read, OtherLayout and Unreadable.
     """
 
     def __init__(self, store: Store, buckets: Buckets, spec: BucketSpec, layout: Layout[T]) -> None:
@@ -294,8 +313,9 @@ class Bucket(Generic[T]):
 
     async def delete(self, scope: Scope, name: str) -> None:
         """Returns once it is gone, with all below it."""
-        with self._store.asking("write"):
-            await self._buckets.delete(self._spec, key_of(scope, name))
+        key = key_of(scope, name)
+        async with self._store.turn(self._spec, key):
+            await self._buckets.delete(self._spec, key)
 
     def put_soon(self, scope: Scope, name: str, value: T) -> None:
         """Store it in the background."""
@@ -373,12 +393,14 @@ class Bucket(Generic[T]):
 
     async def _put(self, key: str, value: T, at: int | None) -> int | None:
         raw = self._packed(value)
-        with self._store.asking("write"):
+        async with self._store.turn(self._spec, key):
             revision = await put_whole(self._buckets, self._spec, key, raw, at)
         self._store.written_nbytes += len(raw) if revision is not None else 0
         return revision
 
     async def _get(self, key: str, known: Entry[T] | None) -> Entry[T] | None:
+        if len(key) > MAX_KEY:
+            return None  # none is stored: such a name is a client's alone
         waiting = self._store.pending(self._spec, key)
         if waiting is not None:
             return None if waiting.raw is None else Entry(self._read(waiting.raw), 0)
@@ -389,7 +411,9 @@ class Bucket(Generic[T]):
     async def _keys(self, above: str) -> list[str]:
         """The keys right below another, without those of parts."""
         with self._store.asking("read"):
-            keys = await self._buckets.keys(self._spec, above)
+            keys = set(await self._buckets.keys(self._spec, above))
+        for write in self._store.pending_below(self._spec, above):
+            (keys.discard if write.raw is None else keys.add)(write.key)
         depth = above.count(".") + 1
         return [key for key in keys if key.count(".") == depth]
 
@@ -407,7 +431,10 @@ class Bucket(Generic[T]):
         version = self._layout.version
         if raw[:1] != bytes((version,)):
             raise OtherLayout(self._spec.name, raw[0] if raw else -1, version)
-        return self._layout.decode(raw[1:])
+        try:
+            return self._layout.decode(raw[1:])
+        except CodecError as error:
+            raise Unreadable(self._spec.name) from error
 
 
 _WHOLE: Final = b"\x00"
@@ -445,9 +472,10 @@ async def get_whole(buckets: Buckets, spec: BucketSpec, key: str, head: bytes) -
     """The value whose head was read; None: its parts are gone."""
     if head[:1] == _WHOLE:
         return head[1:]
-    if head[:1] != _IN_PARTS:
-        raise CodecError(f"not a value of {spec.name!r}: it begins with {head[:1]!r}")
-    nonce, num_parts = _decode_parts(head[1:])
+    try:
+        nonce, num_parts = _decode_parts(head.removeprefix(_IN_PARTS))
+    except CodecError as error:
+        raise Unreadable(spec.name) from error
     names = [_part_of(key, nonce, i) for i in range(num_parts)]
     parts = await asyncio.gather(*(buckets.get(spec, name) for name in names))
     found = [part.value for part in parts if part is not None]

@@ -9,8 +9,8 @@ from mallee.protocol.api.shared import (
     SUFFIX,
     AnyRequest,
     Body,
-    Count,
     ErrorFields,
+    Index,
     Indices,
     Messages,
     Page,
@@ -51,7 +51,7 @@ class ImportRequest(AnyRequest, frozen=True, kw_only=True):
 
 
 class CaptureRequest(AnyRequest, frozen=True, kw_only=True):
-    branch: Count = 0
+    branch: Index = 0
     ttl_s: Ttl = None
 
 

@@ -26,15 +26,15 @@ class Passwords:
         return f"{USERS[role]}:{self.gateway if role == 'gateway' else self.worker}"
 
 
-def authorization(fleet: str, *, gateway: str, worker: str) -> str:
+def authorization(fleet: str, *, gateway: str, worker: str, store: str | None = None) -> str:
     """The block of nats-server's configuration; passwords are quoted values, or names such as `$NAME`.
 
-    Raises ConfigError if `fleet` can't be part of a subject.
+    `store`: its name, if not the fleet's. Raises ConfigError if a name can't be part of a subject.
     """
     subjects = Subjects.of(fleet)
     return (
         f"authorization {{\n  timeout: {AUTHENTICATION_S}\n  users: [\n"
-        + _user(USERS["gateway"], gateway, subjects.permissions("gateway"))
+        + _user(USERS["gateway"], gateway, subjects.permissions("gateway", store))
         + _user(USERS["worker"], worker, subjects.permissions("worker"))
         + "  ]\n}\n"
     )

@@ -24,7 +24,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import nats.errors
 import nats.js.errors
@@ -67,12 +67,16 @@ class Broker:
         fleet: str,
         passwords: Passwords | None = None,
         folder: Path | None = None,
+        store: str | None = None,
     ) -> None:
-        """Values are kept in `folder`, where one broker at a time may run; None: they go with it."""
+        """Values are kept in `folder`, where one broker at a time may run; None: they go with it.
+
+        `store`: the name of the gateways' store, if not the fleet's.
+        """
         self.port = port if port is not None else free_port()
         self.passwords = passwords or Passwords.new()
         self.restarts = 0
-        self._fleet = fleet
+        self._fleet, self._store = fleet, store
         self._given_folder = folder
         self._folder: _Folder | None = None
         self._name = f"mallee-{os.getpid()}-{self.port}"
@@ -154,7 +158,7 @@ class Broker:
 
     def _authorization(self) -> str:
         gateway, worker = (f'"{password}"' for password in astuple(self.passwords))
-        return authorization(self._fleet, gateway=gateway, worker=worker)
+        return authorization(self._fleet, gateway=gateway, worker=worker, store=self._store)
 
     async def _wait_until_up(self, child: asyncio.subprocess.Process) -> None:
         try:
@@ -245,16 +249,22 @@ class _Folder:
 
 
 async def start_broker(
-    port: int, *, fleet: str, passwords: Passwords | None = None, folder: Path | None = None
+    port: int,
+    *,
+    fleet: str,
+    passwords: Passwords | None = None,
+    folder: Path | None = None,
+    store: str | None = None,
 ) -> Broker:
     """A running broker on `port`, or on another one if that is taken. Raises ConfigError."""
-    broker = Broker(port, fleet=fleet, passwords=passwords, folder=folder)
+    kept: Any = {"fleet": fleet, "passwords": passwords, "folder": folder, "store": store}
+    broker = Broker(port, **kept)
     try:
         await broker.start()
     except BrokerNotUp as error:
         # Only clients of a broker that ran before know its port.
         log.warning("the broker takes another port: %s", error)
-        broker = Broker(fleet=fleet, passwords=passwords, folder=folder)
+        broker = Broker(**kept)
         await broker.start()
     return broker
 

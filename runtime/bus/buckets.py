@@ -3,14 +3,6 @@
 from collections.abc import AsyncGenerator
 from typing import NamedTuple, Protocol
 
-from mallee.protocol.errors import Unavailable
-
-
-class StoreFull(Unavailable):
-    """The broker keeps no more values."""
-
-    code = "store_full"
-
 
 class BucketSpec(NamedTuple):
     """A bucket and its bounds: a value goes `ttl_s` after it was put, and the oldest beyond `max_nbytes`."""

@@ -13,7 +13,8 @@ from nats.aio.client import Client
 from nats.js import JetStreamContext, api
 from nats.js.errors import APIError, BadRequestError, NoStreamResponseError, NotFoundError
 
-from mallee.runtime.bus.buckets import BucketSpec, Stored, StoreFull
+from mallee.protocol.errors import StoreFull
+from mallee.runtime.bus.buckets import BucketSpec, Stored
 
 T = TypeVar("T")
 

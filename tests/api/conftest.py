@@ -205,7 +205,7 @@ class FakeService:
         self.peers = Peers(
             self.bus,
             gateway=gateway,
-            fleet="test",
+            store="test",
             others=lambda: None,
             ids=SCOPES,
             clock=lambda: 0.0,
@@ -435,7 +435,7 @@ def fake_service() -> Callable[..., FakeService]:
 @pytest.fixture(scope="session")
 def call_over() -> Callable[..., Caller]:
     """The API over a service of the test's own, with keys or without."""
-    return lambda service, access=None: Caller(service, HttpSettings(), access)
+    return lambda service, access=None, **limits: Caller(service, HttpSettings(**limits), access)
 
 
 @pytest.fixture

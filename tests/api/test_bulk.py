@@ -32,7 +32,7 @@ class Shelf:
     """A service's capsules, by scope; `inspect` tells what a worker would."""
 
     def __init__(self, service: Any) -> None:
-        self.context, self.records, self.tasks = service.context, service.records, service.tasks
+        self.context, self.tasks = service.context, service.tasks
         self.store, self.peers = service.store, service.peers
         self.new_name = service.new_name
         self.health, self.router = service.health, service.router

@@ -151,10 +151,18 @@ async def test_answers_are_kept_for_a_time_and_in_bounded_room(call_with: Any) -
 
 
 @pytest.fixture
-async def gateways(fake_service: Any, call_over: Any) -> AsyncIterator[list[Any]]:
+def limits() -> dict[str, Any]:
+    """Settings of the gateways."""
+    return {}
+
+
+@pytest.fixture
+async def gateways(
+    fake_service: Any, call_over: Any, limits: dict[str, Any]
+) -> AsyncIterator[list[Any]]:
     """The API of two gateways with one store."""
     hub = LocalHub()
-    calls = [call_over(fake_service(name, hub)) for name in ("g0", "g1")]
+    calls = [call_over(fake_service(name, hub), **limits) for name in ("g0", "g1")]
     for each in calls:
         await each.service.peers.start_up()
     yield calls
@@ -200,6 +208,67 @@ async def test_a_key_that_comes_to_two_gateways_at_once_runs_at_one(gateways: li
         assert answer.status_code == 200
         assert REPLAYED not in answer.headers
         assert len(two.service.streams) == 1
+
+
+@pytest.mark.parametrize("limits", [{"replay_ttl_s": 60.0}])
+async def test_a_run_that_lasts_longer_than_answers_are_kept_stays_the_only_one(
+    gateways: list[Any],
+) -> None:
+    one, two = gateways
+    one.service.holds_after = 1
+    async with one.client() as here, two.client() as there:
+        first = asyncio.ensure_future(here.post(PATH, json={"prompt": "abc"}, headers=keyed("a")))
+        await until(one.service.started.is_set)
+        await elapse(70.0)
+        other = asyncio.ensure_future(there.post(PATH, json={"prompt": "abc"}, headers=keyed("a")))
+        await elapse(20.0)
+        assert not other.done()
+        assert two.service.streams == []
+        first.cancel()
+        other.cancel()
+
+
+async def test_a_question_for_a_run_waits_for_no_other_write(gateways: list[Any]) -> None:
+    """A busy gateway has some that wait at any time."""
+    one, two = gateways
+    asked = {"json": {"prompt": "abc"}, "headers": keyed("a")}
+    never = asyncio.Event()
+    one.service.store.spawn(never.wait(), name="a write that waits")
+    async with one.client() as here, two.client() as there:
+        one.service.holds_after = 1
+        first = asyncio.ensure_future(here.post(PATH, **asked))
+        await until(one.service.started.is_set)
+        other = asyncio.ensure_future(there.post(PATH, **asked))
+        await elapse(1.0)
+        first.cancel()
+        await elapse(1.0)
+        assert other.done()
+        assert other.result().status_code == 200
+    never.set()
+
+
+async def test_a_run_that_failed_does_not_take_the_claim_of_the_next_with_it(
+    gateways: list[Any],
+) -> None:
+    """Though the answer to the delete of its claim is lost, and it is deleted again."""
+    one, two = gateways
+    asked = {"json": {"prompt": "abc"}, "headers": keyed("a")}
+    async with one.client() as here, two.client() as there:
+        one.service.refuses = Overloaded(5, 5, 1.0)
+        refused = await here.post(PATH, **asked)
+        one.service.hub.kept.loses_answers = True  # of the delete, which is under way
+        assert refused.status_code in (429, 503)
+        one.service.refuses, one.service.holds_after = None, 1
+        await elapse(0.1)
+        one.service.hub.kept.loses_answers = False
+        first = asyncio.ensure_future(here.post(PATH, **asked))
+        await until(one.service.started.is_set)
+        await elapse(1.0)
+        other = asyncio.ensure_future(there.post(PATH, **asked))
+        await elapse(1.0)
+        assert two.service.streams == []
+        first.cancel()
+        other.cancel()
 
 
 async def test_a_run_of_a_gateway_that_is_gone_is_run_again(gateways: list[Any]) -> None:

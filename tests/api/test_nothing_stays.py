@@ -9,11 +9,16 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import httpx
 import psutil
 import pytest
 
+from mallee.api.serve import prefill
+from mallee.gateway.requests.deltas import Delta, DeltaQueue
+from mallee.protocol.errors import StoreAway
+from mallee.protocol.ids import COMMON, CapsuleId, RequestId
 from mallee.runtime.proxy.server import Server
 from support.live_api import served
 from support.mock_scene import MockScene, make_folder, mock_config, mocked
@@ -174,3 +179,21 @@ async def test_sessions_end_by_their_number_and_their_time(folder: Path) -> None
         await until_asked(is_forgotten)
         await talk(client, "s39")
         assert (await client.get("/v1/sessions/s39")).status_code == 200
+
+
+async def test_a_prefill_that_is_given_up_ends_though_its_capsule_can_not_be_released() -> None:
+    """The store is away: its time will end."""
+
+    class Stream(DeltaQueue):
+        aclose = AsyncMock()
+
+    stream, gateway = Stream(), Mock()
+    gateway.requests.start = AsyncMock(return_value=stream)
+    gateway.capsules.release = AsyncMock(side_effect=StoreAway("the broker is away"))
+    running = asyncio.ensure_future(prefill(gateway, Mock(scope=COMMON), 0.0, RequestId("r")))
+    await asyncio.sleep(0)
+    stream.put(Delta.end(0, "stop")._replace(capsule=CapsuleId("c")), 0.0)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    gateway.capsules.release.assert_awaited_once()

@@ -295,6 +295,9 @@ def test_another_model_is_not_found(call: Any) -> None:
 def test_unknown_paths_and_methods_have_the_shape_too(call: Any) -> None:
     check_error(call("GET", "/v2/nothing"), 404, "not_found_error")
     check_error(call("POST", "/v1/completions/", {"prompt": "a"}), 404, "not_found_error")
+    for name in ("{model:path}", "a/b", "{model}"):
+        check_error(call("GET", f"/v1/models/{name}"), 404, "not_found_error", "model")
+    check_error(call("GET", "/v1/responses/{response}"), 404, "not_found_error")
     answer = call("GET", COMPLETIONS)
     check_error(answer, 405, "invalid_request_error")
     assert answer.headers["allow"] == "POST"

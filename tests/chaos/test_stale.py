@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from mallee.gateway.requests.deltas import Delta
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.codec import encode
-from mallee.protocol.errors import CapsuleLost, UnknownCapsule
+from mallee.protocol.errors import CapsuleLost, Unavailable, UnknownCapsule
 from mallee.protocol.events import EventBatch, Lease, Stored, pack_hashes, unpack_hashes
 from mallee.protocol.hashing import as_tokens, block_hashes
 from mallee.protocol.ids import CapsuleId, Incarnation, WorkerId, branch_seed
@@ -295,11 +295,11 @@ async def play(
 async def fork_any(
     f: LiveFleet, capsules: dict[CapsuleId, list[int]], which: int, gateway: int
 ) -> None:
-    """A fork is right, or its capsule is unknown to this gateway, or lost."""
+    """A fork is right, or its capsule is unknown to this gateway, or lost, or none can tell now."""
     capsule = sorted(capsules)[which % len(capsules)]
     try:
         drawn, last = await fork(f, capsule, [3], gateway)
-    except (UnknownCapsule, CapsuleLost):
+    except (UnknownCapsule, CapsuleLost, Unavailable):
         return
     if last.error is None:
         assert drawn == expect([*capsules[capsule], 3], 5)

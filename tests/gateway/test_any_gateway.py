@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from mallee.gateway.capsules import texts
 from mallee.gateway.gateway import Gateway
-from mallee.gateway.peers import Peers, PeerSilent
+from mallee.gateway.peers import Peers
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import (
     CapsuleAbandoned,
@@ -17,6 +18,7 @@ from mallee.protocol.errors import (
     LookupIncomplete,
     MalleeError,
     NotFound,
+    PeerSilent,
     Saturated,
     Unavailable,
     UnknownCapsule,
@@ -254,8 +256,13 @@ async def answer(gateway: Gateway) -> CapsuleId:
 # Released elsewhere
 
 
-async def test_a_lost_capsule_that_was_released_elsewhere_is_not_computed_again() -> None:
-    """X24, part: also where its text is remembered, and nobody is told but its maker and the store."""
+async def test_a_lost_capsule_that_was_released_elsewhere_is_not_computed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """X24, part: also where its text is remembered, so long that it would be stored anew for a fork.
+
+    Nobody is told of the release but its maker and the store.
+    """
     async with fleet(3) as f:
         one, two, three = f.gateways
         capsule = await make(one)
@@ -269,6 +276,7 @@ async def test_a_lost_capsule_that_was_released_elsewhere_is_not_computed_again(
         await two.capsules.release(capsule, COMMON)
         assert capsule not in one.memory
         assert capsule in three.memory
+        monkeypatch.setattr(texts, "TTL_S", 0.0)
         for each in f.gateways:
             with pytest.raises(NotFound):
                 await fork(each, capsule)

@@ -17,23 +17,23 @@ async def test_a_gateway_is_gone_once_all_that_live_must_have_been_heard_of() ->
     await bus.connect()
     heard: list[str] = []
     peers = Peers(
-        bus, gateway="g0", fleet="test", others=lambda: heard, ids=SCOPES, clock=lambda: now
+        bus, gateway="g0", store="test", others=lambda: heard, ids=SCOPES, clock=lambda: now
     )
     await peers.start_up()
-    assert not peers.is_gone("g1")
+    assert not await peers.is_gone("g1")
     now = SETTLE_S
-    assert peers.is_gone("g1")
-    assert not peers.is_gone("g0")
+    assert await peers.is_gone("g1")
+    assert not await peers.is_gone("g0")
     heard.append("g1")
-    assert not peers.is_gone("g1")
+    assert not await peers.is_gone("g1")
     hub.set_up(False)
     heard.clear()
     now = 100.0
-    assert not peers.is_gone("g1")
+    assert not await peers.is_gone("g1")
     hub.set_up(True)
-    assert not peers.is_gone("g1")
+    assert not await peers.is_gone("g1")
     now += SETTLE_S
-    assert peers.is_gone("g1")
+    assert await peers.is_gone("g1")
     await bus.close()
 
 
@@ -42,10 +42,10 @@ async def test_one_that_is_alone_for_good_knows_at_once(others: Collection[str] 
     bus = LocalBus(LocalHub())
     await bus.connect()
     peers = Peers(
-        bus, gateway="g0", fleet="test", others=lambda: others, ids=SCOPES, clock=lambda: 0.0
+        bus, gateway="g0", store="test", others=lambda: others, ids=SCOPES, clock=lambda: 0.0
     )
     await peers.start_up()
-    assert peers.is_gone("g1") == (others is None)
+    assert await peers.is_gone("g1") == (others is None)
     await bus.close()
 
 
@@ -54,7 +54,7 @@ async def test_a_question_that_a_gateway_died_with_finds_nothing() -> None:
     hub, now, heard = LocalHub(), 0.0, ["g1"]
     buses = [LocalBus(hub), LocalBus(hub)]
     asking, dead = (
-        Peers(bus, gateway=name, fleet="test", others=lambda: heard, ids=SCOPES, clock=lambda: now)
+        Peers(bus, gateway=name, store="test", others=lambda: heard, ids=SCOPES, clock=lambda: now)
         for bus, name in zip(buses, ("g0", "g1"), strict=True)
     )
     for bus, peers in zip(buses, (asking, dead), strict=True):
@@ -68,3 +68,28 @@ async def test_a_question_that_a_gateway_died_with_finds_nothing() -> None:
     assert await asking.ask("g1", "kind", "name", Scope("s"), wait_s=0.01) is None
     for bus in buses:
         await bus.close()
+
+
+async def test_a_gateway_of_another_fleet_that_shares_the_store_is_not_gone_while_it_answers() -> (
+    None
+):
+    """X24, part: while a new fleet follows an old one."""
+    hub, made = LocalHub(), list[Peers]()
+    buses = [LocalBus(hub) for _ in range(2)]
+    for i, bus in enumerate(buses):
+        await bus.connect()
+        made.append(
+            Peers(
+                bus,
+                gateway=f"g{i}",
+                store="test",
+                others=lambda: None,
+                ids=SCOPES,
+                clock=lambda: 0.0,
+            )
+        )
+        await made[i].start_up()
+    assert not await made[0].is_gone("g1")
+    await buses[1].close()
+    assert await made[0].is_gone("g1")
+    await buses[0].close()

@@ -76,6 +76,7 @@ def test_a_value_out_of_range_is_refused_by_its_dotted_key(path: str, value: obj
         {"engine__device_share": 0.5},
         {"nats_credentials": "/file"},
         {"nats_ca": "/file"},
+        {"store__replicas": 3},
         {"nats_url": "ws://host"},
         {"nats_url": "nats://a,"},
         {"nats_url": "nats://a:4222/x, nats://b"},

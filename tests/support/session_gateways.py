@@ -34,7 +34,7 @@ class SessionGateway:
         others = more.get("others", lambda: ())
         self.store = Store(self.bus, StoreTerms("f"), clock=clock)
         self.peers = Peers(
-            self.bus, gateway=name, fleet="f", others=others, ids=SCOPES, clock=clock
+            self.bus, gateway=name, store="f", others=others, ids=SCOPES, clock=clock
         )
         process: Any = SimpleNamespace(
             gateway=name,

@@ -15,10 +15,18 @@ from hypothesis import strategies as st
 from mallee.api.branches import budgets as module
 from mallee.api.branches.accounts import MAX_ACCOUNTS, MAX_DEPTH, Budget, BudgetTree
 from mallee.api.branches.budgets import Bound, Budgets, Spending
-from mallee.gateway.store.store import OtherLayout, Store, StoreAway, StoreTerms
-from mallee.protocol.errors import BadRequest, BudgetSpent, InvalidParameter, Unavailable
+from mallee.gateway.store.store import Store, StoreTerms
+from mallee.protocol.errors import (
+    BadRequest,
+    BudgetSpent,
+    InvalidParameter,
+    OtherLayout,
+    StoreAway,
+    StoreFull,
+    Unavailable,
+)
 from mallee.protocol.ids import COMMON, account_of
-from mallee.runtime.bus.buckets import Buckets, BucketSpec, Stored, StoreFull
+from mallee.runtime.bus.buckets import Buckets, BucketSpec, Stored
 from mallee.testing.bus import LocalBus, LocalHub
 from support.plain_ids import SCOPES
 from support.waiting import until, until_asked

@@ -201,6 +201,14 @@ async def test_what_cannot_be_injected_or_prioritized_is_refused_by_name() -> No
         for body in ({}, {"priority": 1001}, {"priority": "high"}):
             answer = await client.post("/v1/requests/cmpl-1/prioritize", json=body)
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, "priority")
+        for verb, body in (
+            ("prune", {"branches": [1 << 64]}),
+            ("prioritize", {"branches": [1 << 64], "priority": 1}),
+            ("capsules", {"branch": 1 << 64}),
+        ):
+            request = chunk["id"]
+            answer = await client.post(f"/v1/requests/{request}/{verb}", json=body)
+            assert answer.status_code == 400, answer.text
         gone = await client.post(f"{path}/0/inject", json={"suffix": "x"})
         assert (gone.status_code, gone.json()["error"]["code"]) == (404, "branch_not_found")
         fleet.gateways[0].check()

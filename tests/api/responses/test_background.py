@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from mallee.api.entry.gate import Gate
-from mallee.api.responses.background import Background
+from mallee.api.responses.background import Background, follow
 from mallee.api.responses.room import Responses
 from mallee.api.responses.running import Run
 from mallee.api.text.chat import ChatTemplate
@@ -22,9 +22,7 @@ from mallee.api.text.families import FAMILIES
 from mallee.gateway.access.access import Access
 from mallee.gateway.access.keys import new_key
 from mallee.gateway.access.quotas import UNLIMITED
-from mallee.gateway.peers import PeerSilent
-from mallee.gateway.store.store import StoreAway
-from mallee.protocol.errors import CapsuleStale, UnknownCapsule
+from mallee.protocol.errors import CapsuleStale, PeerSilent, StoreAway, UnknownCapsule
 from mallee.protocol.ids import COMMON
 from mallee.router.dispatch.jobs import ForkJob, GenerateJob
 from mallee.runtime.config import ResponsesSettings
@@ -164,6 +162,31 @@ async def test_a_streamed_one_is_read_again_from_any_event_and_all_are_counted(
         kept = fleet.hub.kept.buckets
         assert not kept["mallee_test_responses"]
         assert not kept["mallee_test_events"]
+
+
+async def test_what_is_deleted_at_once_leaves_nothing_that_was_still_to_be_stored(
+    monkeypatch: Any, tmp_path: Path
+) -> None:
+    async with scene(monkeypatch, tmp_path) as (fleet, room, (alice, _bob)):
+        made = await alice.responses.create(**{**LONG, "max_output_tokens": 8})
+        scope = room._asking._scopes.scope("alice")
+        record = await room._stored.find(made.id, scope)
+        await room._stored.put(scope, record)
+        await room._stored.delete(scope, made.id)
+        await fleet.gateways[0].store.flush(1.0)
+        assert not fleet.hub.kept.buckets["mallee_test_responses"]
+
+
+async def test_events_that_lack_some_break_off() -> None:
+    async def batches(*_: Any) -> AsyncIterator[tuple[str, list[bytes]]]:
+        yield "000000000", [b"0"]
+        yield "000000003", [b"3", b"4", b"5", b"6", b"7"]
+
+    stored = Mock(events=SimpleNamespace(follow=batches))
+    reading = follow(stored, COMMON, "resp_a", -1)
+    assert await anext(reading) == b"0"
+    with pytest.raises(ConnectionError, match="events 1 to 2"):
+        await anext(reading)
 
 
 async def test_events_that_were_forgotten_are_refused(monkeypatch: Any, tmp_path: Path) -> None:

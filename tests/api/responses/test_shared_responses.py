@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mallee.api.entry.pages import Paging
 from mallee.api.responses.conversations import Talk
 from mallee.api.responses.store import Left, Record, State
 from mallee.api.responses.writing import opening
@@ -19,11 +20,10 @@ from mallee.api.text.conversation import Conversation, Function, Message, ToolCa
 from mallee.api.text.families import FAMILIES
 from mallee.protocol.api.responses import ResponseRequest
 from mallee.protocol.codec import Decoder
-from mallee.protocol.errors import CodecError
+from mallee.protocol.errors import CodecError, StoreFull
 from mallee.protocol.ids import CapsuleId
 from mallee.protocol.messages import pack_tokens
 from mallee.router.dispatch.jobs import ForkJob
-from mallee.runtime.bus.buckets import StoreFull
 from mallee.testing.random_model import random_model
 from support.live_fleet import LiveFleet, kill_gateway
 from support.tiny_fleet import BLOCK, two_gateways
@@ -565,6 +565,17 @@ async def test_changes_side_by_side_are_all_made_and_a_deleted_one_stays_so(scen
 
 async def listed(client: openai.AsyncOpenAI, path: str, **query: Any) -> Any:
     return await client.get(path, cast_to=object, options={"params": query})
+
+
+async def test_a_page_is_full_though_some_things_went_while_it_was_read() -> None:
+    """Else it would say that there are no more."""
+    paging, names = Paging("a", 2), list("abcdef")
+
+    async def read(name: str) -> str | None:
+        return None if name in "bd" else name
+
+    assert await paging.read(names, read) == ["c", "e", "f"]
+    assert await paging.read(names[:5], read) == ["c", "e"]
 
 
 async def test_lists_have_the_things_of_all_gateways_a_page_at_a_time(scene: Scene) -> None:

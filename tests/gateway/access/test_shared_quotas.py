@@ -11,8 +11,8 @@ import pytest
 from mallee.gateway.access import quotas as module
 from mallee.gateway.access.keys import Key
 from mallee.gateway.access.quotas import Shared, Use, Visit
-from mallee.gateway.store.store import Store, StoreAway, StoreTerms
-from mallee.protocol.errors import QuotaExceeded
+from mallee.gateway.store.store import Store, StoreTerms
+from mallee.protocol.errors import QuotaExceeded, StoreAway
 from mallee.protocol.ids import CapsuleId
 from mallee.testing.bus import LocalBus, LocalHub
 from support.waiting import until
@@ -30,7 +30,7 @@ class Gateway:
     """The use that one gateway's callers make of a key."""
 
     def __init__(self, hub: LocalHub, name: str, living: set[str], clock: Clock, key: Key) -> None:
-        self.name, self.living, self.clock = name, living, clock
+        self.name, self.living, self.clock, self.ahead_s = name, living, clock, 0.0
         self.bus = LocalBus(hub)
         self.store = Store(self.bus, StoreTerms("f"))
         living.add(name)
@@ -38,7 +38,7 @@ class Gateway:
             self.store,
             gateway=name,
             others=lambda: living - {name},
-            clock=clock,
+            clock=lambda: clock() + self.ahead_s,
             new_key=lambda: "life",
         )
         self.use = Use(key, clock, lambda: shared)
@@ -202,3 +202,70 @@ async def test_without_the_store_a_gateway_goes_on_with_what_it_leased(
             await b.request()
         a.bus._hub.set_up(True)
         assert await b.request() is not None
+
+
+async def test_clocks_that_differ_fill_no_rate_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does one that was set back lock a key out."""
+    async with gateways(2, monkeypatch, requests_per_minute=60) as (made, clock):
+        made[1].ahead_s, admitted, start = 2.0, 0, clock.now
+        for step in range(2000):
+            if (visit := await made[step % 2].request()) is not None:
+                admitted += 1
+                visit.__exit__()
+            clock.now += 0.05
+        assert abs(admitted - 60 - (clock.now - start)) <= 6
+        made[1].ahead_s = -3600.0
+        clock.now += 3
+        await made[1].request()
+        clock.now += 3
+        assert await made[1].request() is not None
+
+
+async def test_a_refusal_says_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a limit that is raised holds at once."""
+    async with gateways(2, monkeypatch, requests_per_minute=1) as ([a, _], clock):
+        assert await a.request() is not None
+        assert await a.request() is None
+        clock.now += 50
+        await a.use.ready()
+        with pytest.raises(QuotaExceeded) as refused:
+            a.use.begin()
+        assert 5 <= refused.value.fields["retry_after_s"] <= 11
+        a.use.limit(a.use.key.model_copy(update={"requests_per_minute": 10_000}))
+        assert await a.request() is not None
+
+
+async def test_capsules_that_go_by_themselves_free_room_at_other_gateways(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their times end, or there is no room, though their own gateway is asked for nothing."""
+    async with gateways(2, monkeypatch, max_capsules=1) as ([a, b], clock):
+        kept = {CapsuleId("1")}
+
+        async def make(gateway: Gateway, name: str) -> None:
+            visit = Visit(gateway.use)
+            await visit.ready(capsules=1, capsule_tokens=1)
+            with visit.making(1, kept.__contains__) as keep:
+                keep(CapsuleId(name))
+
+        await make(a, "1")
+        with pytest.raises(QuotaExceeded):
+            await make(b, "2")
+        kept.clear()
+        a.use.sweep()
+        await a.told()
+        clock.now += 0.002
+        await make(b, "2")
+
+
+async def test_prompts_that_come_at_once_have_what_the_key_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Though each takes more than was leased ahead."""
+    async with gateways(2, monkeypatch, tokens_per_minute=1000) as ([a, _], _clock):
+        for _ in range(8):
+            await a.use.ready()
+            a.use.begin()
+        for _ in range(8):  # their bodies were read meanwhile
+            await a.use.ready(branches=1)
+            a.use.charge_prompt(100)

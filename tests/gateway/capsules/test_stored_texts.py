@@ -8,8 +8,8 @@ import pytest
 from mallee.gateway.capsules import texts as module
 from mallee.gateway.capsules.texts import MAX_DEPTH, TTL_S, CapsuleTexts
 from mallee.gateway.peers import Peers
-from mallee.gateway.store.store import OtherLayout, Store, StoreAway, StoreTerms
-from mallee.protocol.errors import UnknownCapsule
+from mallee.gateway.store.store import Store, StoreTerms
+from mallee.protocol.errors import OtherLayout, StoreAway, UnknownCapsule
 from mallee.protocol.hashing import Tokens, as_tokens
 from mallee.protocol.ids import CapsuleId, Scope, capsule_id
 from mallee.protocol.messages import Continuation, Grammar, Limits, Sampling
@@ -34,7 +34,7 @@ class Side:
         self.peers = Peers(
             self.bus,
             gateway=name,
-            fleet="f",
+            store="f",
             others=lambda: others,
             ids=self.ids,
             clock=lambda: 0.0,
@@ -169,6 +169,22 @@ async def test_a_released_capsule_is_none_and_those_that_begin_with_it_are_whole
     await one.texts.released(capsule, A)
     with pytest.raises(UnknownCapsule):
         await two.texts.check(capsule, A)
+
+
+async def test_a_text_that_is_told_by_the_store_does_not_come_after_its_release(
+    sides: list[Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its maker was asked for it before, and has not heard of the release."""
+    one, two, three = sides
+    monkeypatch.setattr(module, "MAX_TOLD_NBYTES", 100)
+    capsule, _ = await one.keep(path_of(PROMPT), None)
+    await three.texts.release(capsule, A)
+    await three.texts.released(capsule, A)
+    with pytest.raises(UnknownCapsule):
+        await two.peers.ask_maker("capsule.text", capsule, A)
+    with pytest.raises(UnknownCapsule):
+        await two.tokens(capsule)
+    assert capsule not in one.memory
 
 
 async def test_a_released_text_is_gone_from_the_store_where_no_other_begins_with_it() -> None:

@@ -15,10 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from mallee.gateway.sessions import stored
 from mallee.gateway.sessions.copies import SessionLimits
-from mallee.gateway.store.store import OtherLayout, StoreAway
-from mallee.protocol.errors import InvalidParameter, NotFound
+from mallee.gateway.sessions.sessions import MAX_READ
+from mallee.protocol.errors import InvalidParameter, NotFound, OtherLayout, StoreAway, StoreFull
 from mallee.protocol.gateways.session_notes import NodeNote
-from mallee.runtime.bus.buckets import StoreFull
 from mallee.testing.bus import LocalBuckets, LocalBus, LocalHub
 from support.session_gateways import SCOPE, SessionGateway
 from support.virtual.loop import VirtualLoop
@@ -459,6 +458,28 @@ async def test_what_a_gateway_forgets_for_want_of_room_goes_unless_others_use_it
     listed = [view.name for view in await two.sessions.page(SCOPE, "", 99)]
     assert listed == ["both", "s2", "s3", "s4", "s5"]
     assert len((await two.sessions.show("both", SCOPE)).nodes) == 2
+    for gateway in (one, two):
+        await gateway.close()
+
+
+async def test_a_budget_far_above_is_found_by_few_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each session knows what bounds the one above it, so a long line is not read whole."""
+    one, two = await made(LocalHub(), 2)
+    await one.sessions.give("s0", SCOPE, "budget", parent="", tenant="")
+    for i in range(1, 3 * MAX_READ):
+        assert await one.sessions.budget(f"s{i}", SCOPE, f"s{i - 1}") == "budget"
+        one.ask(f"r{i}", f"s{i}", f"s{i - 1}")
+        await one.quiet()
+    reads: list[str] = []
+    get = LocalBuckets.get
+
+    async def counted(buckets: LocalBuckets, bucket: Any, key: str) -> Any:
+        reads.append(key)
+        return await get(buckets, bucket, key)
+
+    monkeypatch.setattr(LocalBuckets, "get", counted)
+    assert await two.sessions.budget(f"s{3 * MAX_READ - 1}", SCOPE) == "budget"
+    assert len(reads) <= MAX_READ + 2
     for gateway in (one, two):
         await gateway.close()
 

@@ -1,5 +1,6 @@
 """Copies of a bucket's values: what they serve for, and what bounds them."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import NamedTuple
@@ -7,8 +8,9 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
-from mallee.gateway.store.copies import MAX_TRIES, Contended, CopiedBucket
-from mallee.gateway.store.store import Store, StoreAway, StoreTerms
+from mallee.gateway.store.copies import MAX_TRIES, CopiedBucket
+from mallee.gateway.store.store import Store, StoreTerms
+from mallee.protocol.errors import Contended, StoreAway
 from mallee.protocol.ids import COMMON
 from mallee.testing.bus import LocalBus, LocalHub
 
@@ -105,3 +107,16 @@ async def test_a_change_that_others_forestall_all_the_time_is_given_up(scene: Sc
         await here.change(COMMON, "n", change)
     assert tries == MAX_TRIES
     assert await there.change(COMMON, "unknown", change) is None
+
+
+async def test_changes_of_one_gateway_do_not_forestall_each_other(scene: Scene) -> None:
+    _, here, there = scene
+    await here.put(COMMON, "n", Note(""))
+    num = 3 * MAX_TRIES
+    changes = (
+        each.change(COMMON, "n", lambda note: Note(note.text + "x")) for each in [here] * num
+    )
+    await asyncio.gather(*changes)
+    found = await there.get(COMMON, "n")
+    assert found is not None
+    assert found.value == Note("x" * num)

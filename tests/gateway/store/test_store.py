@@ -1,5 +1,6 @@
 """The gateways' store over buckets in memory: every gateway sees the same values."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -8,14 +9,15 @@ import pytest
 
 from mallee.gateway.store.names import key_of, name_of
 from mallee.gateway.store.store import (
+    MAX_KEY,
     MAX_WAITING_NBYTES,
+    NUM_SENT,
     PART_NBYTES,
     Bucket,
-    OtherLayout,
     Store,
-    StoreAway,
     StoreTerms,
 )
+from mallee.protocol.errors import OtherLayout, StoreAway, Unreadable
 from mallee.protocol.ids import COMMON, Scope
 from mallee.testing.bus import LocalBus, LocalHub
 from support.waiting import until
@@ -147,7 +149,86 @@ async def test_a_value_of_another_layout_is_refused_by_name() -> None:
             await notes(two).get(A, "n")
 
 
+async def test_a_value_that_cannot_be_read_is_503_and_harms_nothing_else() -> None:
+    hub = LocalHub()
+    async with stores(hub, 1) as (one,):
+        await notes(one).put(A, "n", Note("1"))
+        (values,) = hub.kept.buckets.values()
+        for raw in (b"", b"?", b"\x00\x01?", b"\x01?"):
+            values[key_of(A, "n")] = values[key_of(A, "n")]._replace(value=raw)
+            with pytest.raises(Unreadable, match="'mallee_f_texts' can't be read"):
+                await notes(one).get(A, "n")
+
+
 @pytest.mark.parametrize("name", ["", "a", "a.b", "=", "é/ ~", "\udc80", "a=2E"])
 def test_keys_tell_their_names(name: str) -> None:
     assert name_of(key_of(A, name)) == name
     assert key_of(A, name).count(".") == 1
+
+
+async def test_a_write_that_is_waited_for_comes_after_those_before_and_ahead_of_those_to_come() -> (
+    None
+):
+    hub = LocalHub()
+    async with stores(hub) as (one, two):
+        here, there = notes(one), notes(two)
+        here.put_soon(A, "n", Note("1"))
+        assert await here.put(A, "n", Note("2"), at=0) is None
+        await here.put(A, "n", Note("2"))
+        assert await one.flush(1.0)
+        assert (found := await there.get(A, "n")) is not None
+        assert found.value == Note("2")
+        here.put_soon(A, "n", Note("3"))
+        await here.delete(A, "n")
+        assert await one.flush(1.0)
+        assert await there.get(A, "n") is None
+        long = asyncio.create_task(here.put(A, "n", Note("x" * (3 * PART_NBYTES))))
+        await asyncio.sleep(0)
+        here.put_soon(A, "n", Note("4"))
+        await long
+        assert await one.flush(1.0)
+        assert (found := await there.get(A, "n")) is not None
+        assert found.value == Note("4")
+        hub.set_up(False)
+        here.delete_soon(A, "n")
+        begun = asyncio.get_running_loop().time()
+        with pytest.raises(StoreAway):
+            await here.put(A, "n", Note("5"))
+        assert asyncio.get_running_loop().time() - begun < 0.1
+
+
+async def test_names_are_as_this_gateway_left_them() -> None:
+    async with stores(LocalHub(), 1) as (one,):
+        await notes(one).put(A, "old", Note(""))
+        await notes(one).append(A, "n", "gone", Note(""))
+        notes(one).delete_soon(A, "old")
+        notes(one).put_soon(A, "new", Note(""))
+        notes(one).remove_soon(A, "n", "gone")
+        notes(one).append_soon(A, "n", "b", Note("b"))
+        assert await notes(one).names(A) == ["new"]
+        assert await notes(one).names_below(A, "n") == ["b"]
+        assert await notes(one).all_below(A, "n") == {"b": Note("b")}
+        assert await one.flush(1.0)
+        assert await notes(one).names(A) == ["new"]
+
+
+async def test_nothing_waits_for_a_write_that_was_refused() -> None:
+    hub = LocalHub()
+    async with stores(hub, 1) as (one,):
+        hub.set_up(False)
+        for i in range(NUM_SENT):
+            notes(one).put_soon(A, f"{i}", Note(""))
+        notes(one).put_soon(A, "n", Note(""))
+        settled = asyncio.create_task(notes(one).settled(A, "n", 5.0))
+        await asyncio.sleep(0)
+        notes(one).put_soon(A, "n", Note("x" * MAX_WAITING_NBYTES))
+        async with asyncio.timeout(1.0):
+            assert await settled
+        assert (one.num_refused, one.num_waiting) == (1, NUM_SENT)
+
+
+async def test_a_name_that_is_too_long_for_a_broker_is_not_there() -> None:
+    async with stores(LocalHub(), 1) as (one,):
+        await notes(one).append(A, "😀" * 128, "😀" * 128, Note("the longest of a session"))
+        assert await notes(one).get_below(A, "😀" * 128, "😀" * 128) is not None
+        assert await notes(one).get(A, "x" * (MAX_KEY + 1)) is None

@@ -12,9 +12,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from mallee.gateway.store.store import PART_NBYTES, Bucket, Store, StoreAway, StoreTerms
+from mallee.gateway.store.store import PART_NBYTES, Bucket, Store, StoreTerms
+from mallee.protocol.errors import StoreAway, StoreFull
 from mallee.protocol.ids import Scope
-from mallee.runtime.bus.buckets import StoreFull
 from mallee.testing.bus import LocalBus, LocalHub
 
 T = TypeVar("T")

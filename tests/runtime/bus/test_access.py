@@ -132,6 +132,21 @@ async def test_each_role_publishes_its_own_subjects_alone(
             )
 
 
+async def test_a_store_that_fleets_share_is_used_by_its_own_name() -> None:
+    broker = Broker(fleet="test", store="shared")
+    await broker.start()
+    try:
+        bus = NatsBus(broker.access("gateway"), fleet="test")
+        await bus.connect()
+        await until(lambda: bus.is_up)
+        bucket = BucketSpec(Subjects.of("shared").bucket("texts"), ttl_s=60.0, max_nbytes=1 << 20)
+        assert await bus.buckets.put(bucket, "a.b", b"value") == 1
+        assert await bus.buckets.get(bucket, "a.b") == (b"value", 1)
+        await bus.close()
+    finally:
+        await broker.stop()
+
+
 async def test_a_worker_hears_no_prompt_and_no_answer(broker: Broker) -> None:
     """Not by name, by wildcard, nor by another fleet's subjects."""
     secret = (SUBJECTS.peers("g0"), f"$KV.{SUBJECTS.bucket('texts')}.a.b", SUBJECTS.bookings("g0"))
@@ -277,7 +292,7 @@ async def test_a_broker_whose_disk_was_full_is_started_again_once_it_has_room(
 ) -> None:
     """nats-server takes nothing more for a stream after a write that failed, whatever is freed."""
     room = SimpleNamespace(free=0)
-    monkeypatch.setattr(broker_module.shutil, "disk_usage", lambda _: room)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: room)
     monkeypatch.setattr(broker_module, "LOOK_S", 0.02)
     broker = Broker(fleet="f", folder=tmp_path / "store")
     await broker.start()
