@@ -268,6 +268,7 @@ class GatewayReplica:
         workers: DeploymentHandle[Any],
         broker: DeploymentHandle[Any] | None,
     ) -> None:
+        self._drain_s = config.drain_s
         name = f"g-{serve.get_replica_context().replica_id.unique_id}"
         _set_up_logs(config.telemetry, "gateway", name)
         if (advice := choice.advice()) is not None:
@@ -306,6 +307,9 @@ class GatewayReplica:
         return self._gate
 
     async def __del__(self) -> None:
+        """Serve has waited for the requests, and not for what they left to go on."""
+        if (gate := vars(self).get("_gate")) and not gate.is_closed:
+            await gate.drain(self._drain_s)
         if gateway := vars(self).get("_gateway"):
             await gateway.close()
 

@@ -21,7 +21,7 @@ import httpx
 from mallee.actors.build import check_files, open_access
 from mallee.protocol.errors import ConfigError, NoWorker
 from mallee.runtime.addresses import base_url, listener
-from mallee.runtime.bus.broker import check_operators_broker
+from mallee.runtime.bus.broker import check_folder, check_operators_broker
 from mallee.runtime.config import AppConfig
 from mallee.runtime.proxy.choice import KEEP_ALIVE_S, SWITCH, is_haproxy_on, serving_environment
 
@@ -151,12 +151,14 @@ class LocalStack:
         self.close()
 
     def _check(self) -> None:
-        """Raises MalleeError if the model, the address or the broker can't be used."""
+        """Raises MalleeError if the model, the address, the broker or its folder can't be used."""
         check_files(self.config)
         open_access(self.config).check_listening(self._host)
         listener(self._host, self._port).close()
         if self.config.nats_url is not None:
             check_operators_broker(self.config)
+        if self.config.store_folder is not None:
+            check_folder(self.config.store_folder)
 
     def _wait(self) -> None:
         """Wait until the gateway is well: its answer to a caller without a key says no more."""

@@ -119,8 +119,10 @@ class Peers:
         try:
             raw = await self._bus.request(self._subjects.peers(gateway), asked, wait_s)
         except TimeoutError as error:
-            self.outcomes["unanswered"] += 1
-            raise PeerSilent(f"none in {wait_s:g} s") from error
+            if not await self.is_gone(gateway):
+                self.outcomes["unanswered"] += 1
+                raise PeerSilent(f"none in {wait_s:g} s") from error
+            told = PeerTold()
         except ConnectionError as error:
             if not self._bus.is_up:
                 self.outcomes["unanswered"] += 1

@@ -1,6 +1,8 @@
 """The way in: how many requests are inside, and whether it is open."""
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -8,6 +10,18 @@ from mallee.api.errors import error_response
 from mallee.protocol.errors import Unavailable
 
 _ALWAYS_OPEN = frozenset(("/health", "/health/live", "/metrics"))
+_GATE = "mallee.gate"  # of a request's scope
+
+
+@contextmanager
+def staying(scope: Scope) -> Iterator[None]:
+    """Work after its request's answer, which a gate that the request came through counts as inside."""
+    gate: Gate | None = scope.get(_GATE)
+    if gate is None:
+        yield
+    else:
+        with gate.inside():
+            yield
 
 
 async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
@@ -38,17 +52,27 @@ class Gate:
         if self._is_closed:
             await self._refusal(scope, receive, send)
             return
+        with self.inside():
+            await self._app({**scope, _GATE: self}, receive, send)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """A request, or what it has left to go on."""
         self._num_inside += 1
         self._is_empty.clear()
         try:
-            await self._app(scope, receive, send)
+            yield
         finally:
             self._num_inside -= 1
             if not self._num_inside:
                 self._is_empty.set()
 
     async def drain(self, timeout_s: float) -> int:
-        """Close, and wait until all requests are answered; the number of those that are not in time."""
+        """Close, and wait until all inside have ended; the number of those that have not in time."""
         self._is_closed = True
         try:
             async with asyncio.timeout(timeout_s):

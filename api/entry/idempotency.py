@@ -36,7 +36,7 @@ GRACE_S: Final = 5.0  # in which the reader of a stream comes back
 _SHARE: Final = 8  # of the memory for all records: one has at most an eighth
 _MESSAGE_NBYTES: Final = 256  # of a message beside its body and headers
 _KIND: Final = "answer"
-_WAIT_S: Final = 5.0  # for which a question for the end of a run waits there
+_WAIT_S: Final = 2.5  # for which a question for the end of a run waits there
 _FILES: Final = "/v1/capsules/import"  # its body is a file, of any length
 
 _log = logging.getLogger(__name__)

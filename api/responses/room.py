@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, Final
 
 from starlette.requests import Request
@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from mallee.api.deltas import TextDelta
 from mallee.api.entry.asking import Asked, Asking, read_count
+from mallee.api.entry.gate import staying
 from mallee.api.entry.middleware import age_s, caller_of
 from mallee.api.entry.pages import read_paging
 from mallee.api.responses.background import Background, follow, replay
@@ -268,6 +269,9 @@ class Responses:
         self._background[name] = background
         background.start(self._tasks)
         background.life.add_done_callback(lambda _: self._background.pop(name))
+        inside = ExitStack()
+        inside.enter_context(staying(request.scope))
+        background.life.add_done_callback(lambda _: inside.close())
         await background.begun()
         return _streamed(background.follow(-1)) if streams else json_response(answer)
 

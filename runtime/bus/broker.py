@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import ssl
 import subprocess
 import sys
@@ -44,8 +45,16 @@ START_TIMEOUT_S = 10.0
 BACKOFF_S = (0.2, 2.0)
 BROKER_WAIT_S = 5.0
 LOCK_WAIT_S = 20.0  # for a broker that ends
+LOOK_S = 1.0  # between looks at the room on the disk
+LOW_BYTES = 8 << 20  # of room: writes of the child may fail
 SYNC_S = 5  # between two flushes of the store to its disk
+# Its own bound is a share of what is free at its start, from which each bucket's bound is taken off ahead.
+MAX_STORE_BYTES = 1 << 50
 MAX_PAYLOAD_BYTES = 8 << 20  # a snapshot of a million blocks is one message
+
+
+class BrokerNotUp(ConfigError):
+    """The child does not serve: its port may be taken."""
 
 
 class Broker:
@@ -106,6 +115,8 @@ class Broker:
             await self.stop()
             raise
         self._supervisors.spawn(self._supervise(binary))
+        if self._given_folder is not None:
+            self._supervisors.spawn(self._watch_disk(self._given_folder))
         self._is_supervised = True
 
     async def stop(self) -> None:
@@ -141,7 +152,8 @@ class Broker:
             f'listen: "127.0.0.1:{self.port}"\nserver_name: "{self._name}"\n'
             f"max_payload: {MAX_PAYLOAD_BYTES}\n"
             f"jetstream {{\n  store_dir: {json.dumps(str(self._folder.path))}\n"
-            f'  sync_interval: "{SYNC_S}s"\n}}\n{self._authorization()}'
+            f'  sync_interval: "{SYNC_S}s"\n  max_file_store: {MAX_STORE_BYTES}\n'
+            f"  max_memory_store: {MAX_STORE_BYTES}\n}}\n{self._authorization()}"
         )
 
     def _authorization(self) -> str:
@@ -153,14 +165,14 @@ class Broker:
             async with asyncio.timeout(START_TIMEOUT_S):
                 while not await _answers(self.port, self._name):
                     if child.returncode is not None:
-                        raise ConfigError(
+                        raise BrokerNotUp(
                             f"the broker ended with status {child.returncode};"
                             f" is port {self.port} taken?",
                             port=self.port,
                         )
                     await asyncio.sleep(0.02)
         except TimeoutError as error:
-            raise ConfigError(
+            raise BrokerNotUp(
                 f"the broker did not answer on port {self.port} in {START_TIMEOUT_S} s",
                 port=self.port,
             ) from error
@@ -182,6 +194,20 @@ class Broker:
                     log.warning("the broker does not start: %s", error)
                     await end(self._child)
                     backoff = min(2 * backoff, BACKOFF_S[1])
+
+    async def _watch_disk(self, folder: Path) -> None:
+        """A child whose write found no room stores nothing there any more: start it again once there is."""
+        is_full = False
+        while True:
+            await asyncio.sleep(LOOK_S)
+            free = (await asyncio.to_thread(shutil.disk_usage, folder)).free
+            if free < LOW_BYTES and not is_full:
+                is_full = True
+                log.error("the disk of store.folder=%s is full: nothing more is stored", folder)
+            elif is_full and free > 2 * LOW_BYTES and self.pid is not None:
+                is_full = False
+                log.warning("store.folder=%s has room again: the broker is started again", folder)
+                os.kill(self.pid, signal.SIGTERM)
 
 
 class _Folder:
@@ -235,12 +261,17 @@ async def start_broker(
     broker = Broker(port, **kept)
     try:
         await broker.start()
-    except ConfigError as error:
+    except BrokerNotUp as error:
         # Only clients of a broker that ran before know its port.
         log.warning("the broker takes another port: %s", error)
         broker = Broker(**kept)
         await broker.start()
     return broker
+
+
+def check_folder(folder: Path) -> None:
+    """Raises ConfigError if a broker can't keep its store there, or another one does. Blocks meanwhile."""
+    _Folder(folder).close()
 
 
 def find_binary() -> Path:

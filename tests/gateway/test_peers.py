@@ -4,7 +4,8 @@ from collections.abc import Collection
 
 import pytest
 
-from mallee.gateway.peers import SETTLE_S, Peers
+from mallee.gateway.peers import SETTLE_S, Peers, PeerSilent
+from mallee.protocol.ids import Scope
 from mallee.testing.bus import LocalBus, LocalHub
 from support.plain_ids import SCOPES
 
@@ -46,6 +47,27 @@ async def test_one_that_is_alone_for_good_knows_at_once(others: Collection[str] 
     await peers.start_up()
     assert await peers.is_gone("g1") == (others is None)
     await bus.close()
+
+
+async def test_a_question_that_a_gateway_died_with_finds_nothing() -> None:
+    """It was sent before the broker noticed: silence of one that lives is an error, of a dead one none."""
+    hub, now, heard = LocalHub(), 0.0, ["g1"]
+    buses = [LocalBus(hub), LocalBus(hub)]
+    asking, dead = (
+        Peers(bus, gateway=name, store="test", others=lambda: heard, ids=SCOPES, clock=lambda: now)
+        for bus, name in zip(buses, ("g0", "g1"), strict=True)
+    )
+    for bus, peers in zip(buses, (asking, dead), strict=True):
+        await bus.connect()
+        await peers.start_up()
+    buses[1].is_mute = True
+    now = SETTLE_S
+    with pytest.raises(PeerSilent):
+        await asking.ask("g1", "kind", "name", Scope("s"), wait_s=0.01)
+    heard.clear()
+    assert await asking.ask("g1", "kind", "name", Scope("s"), wait_s=0.01) is None
+    for bus in buses:
+        await bus.close()
 
 
 async def test_a_gateway_of_another_fleet_that_shares_the_store_is_not_gone_while_it_answers() -> (

@@ -8,10 +8,12 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import AsyncMock, Mock, create_autospec
 
+import httpx
 import openai
 import pytest
 import yaml
 
+from mallee.api.entry.gate import Gate
 from mallee.api.responses.background import Background, follow
 from mallee.api.responses.room import Responses
 from mallee.api.responses.running import Run
@@ -25,7 +27,7 @@ from mallee.protocol.ids import COMMON
 from mallee.router.dispatch.jobs import ForkJob, GenerateJob
 from mallee.runtime.config import ResponsesSettings
 from mallee.testing.random_model import random_model
-from support.live_api import served
+from support.live_api import api_over, served
 from support.live_fleet import LiveFleet
 from support.tiny_fleet import tiny_fleet
 from support.waiting import until
@@ -257,6 +259,27 @@ async def test_a_capsule_that_is_lost_on_the_way_is_computed_from_the_stored_con
         assert found.status == "incomplete"  # at its 6 tokens
         assert found.output_text == expected.output_text
         assert found.usage.input_tokens == expected.usage.input_tokens
+
+
+async def test_a_gateway_that_stops_waits_for_what_runs_in_the_background() -> None:
+    """As for a request: its client has an answer, and nobody is connected."""
+    async with tiny_fleet(MODEL, 1, num_blocks=4096) as fleet:
+        api = api_over(fleet.gateways[0], chat=ChatTemplate(None, family=FAMILIES[0]))
+        gate = Gate(api)
+        clients = [
+            httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test/v1")
+            for app in (gate, api)
+        ]
+        body = {"input": "hi", "background": True, "max_output_tokens": 200, "ignore_eos": True}
+        begun = (await clients[0].post("/responses", json=body)).json()
+        assert begun["status"] == "queued"
+        assert await gate.drain(0.0) == 1
+        assert (await clients[0].post("/responses", json=body)).status_code == 503
+        assert await gate.drain(30.0) == 0
+        ended = (await clients[1].get(f"/responses/{begun['id']}")).json()
+        assert ended["usage"]["output_tokens"] == 200
+        for client in clients:
+            await client.aclose()
 
 
 async def test_a_reader_that_is_slow_at_the_end_gets_the_end() -> None:

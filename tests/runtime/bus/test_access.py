@@ -7,6 +7,7 @@ import stat
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -19,7 +20,13 @@ from mallee.protocol.subjects import BusRole, Subjects
 from mallee.runtime.addresses import free_port
 from mallee.runtime.bus import broker as broker_module
 from mallee.runtime.bus.access import BrokerAccess, operators_broker
-from mallee.runtime.bus.broker import Broker, check_operators_broker, find_binary
+from mallee.runtime.bus.broker import (
+    Broker,
+    check_folder,
+    check_operators_broker,
+    find_binary,
+    start_broker,
+)
 from mallee.runtime.bus.buckets import BucketSpec
 from mallee.runtime.bus.children import end
 from mallee.runtime.bus.nats import BusClient, NatsBus
@@ -251,7 +258,7 @@ async def test_a_broker_that_keeps_nothing_is_refused_with_the_remedy(files: Pat
 
 
 async def test_what_is_stored_stays_in_the_folder_which_one_broker_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(broker_module, "LOCK_WAIT_S", 0.3)
     spec = BucketSpec("mallee_f_texts", ttl_s=60.0, max_nbytes=1 << 20)
@@ -269,13 +276,36 @@ async def test_what_is_stored_stays_in_the_folder_which_one_broker_has(
                 assert key == "a.b"
                 break
             with pytest.raises(ConfigError, match=r"store\.folder=.*another fleet"):
-                await Broker(fleet="f", folder=tmp_path / "store").start()
+                await start_broker(free_port(), fleet="f", folder=tmp_path / "store")
+            assert "another port" not in caplog.text, "it is not the port: waiting once is enough"
+            with pytest.raises(ConfigError, match="another fleet"):
+                await asyncio.to_thread(check_folder, tmp_path / "store")
         finally:
             await bus.close()
             await broker.stop()
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"store\.folder=.*give another folder"):
         await Broker(fleet="f", folder=tmp_path / "file" / "store").start()
+
+
+async def test_a_broker_whose_disk_was_full_is_started_again_once_it_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """nats-server takes nothing more for a stream after a write that failed, whatever is freed."""
+    room = SimpleNamespace(free=0)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: room)
+    monkeypatch.setattr(broker_module, "LOOK_S", 0.02)
+    broker = Broker(fleet="f", folder=tmp_path / "store")
+    await broker.start()
+    try:
+        await asyncio.sleep(0.2)
+        assert broker.restarts == 0
+        before, room.free = broker.pid, 1 << 30
+        await until(lambda: broker.restarts == 1 and broker.pid not in (None, before))
+        await asyncio.sleep(0.2)
+        assert (broker.restarts, broker.is_running) == (1, True)
+    finally:
+        await broker.stop()
 
 
 async def test_an_operators_server_takes_the_accounts_that_are_printed(files: Path) -> None:
