@@ -28,7 +28,7 @@ from mallee.protocol.api.sessions import (
     SessionRequest,
     SessionTree,
 )
-from mallee.protocol.errors import InvalidParameter, NotFound
+from mallee.protocol.errors import InvalidParameter, LookupIncomplete, NotFound
 from mallee.protocol.gateways.session_notes import NodeNote
 from mallee.protocol.ids import CapsuleId, Scope
 
@@ -107,14 +107,14 @@ class SessionHandlers:
         )
 
     async def _inspect(self, nodes: Sequence[NodeNote], scope: Scope) -> "Infos":
-        """The nodes' capsules as their workers tell; None: it is gone."""
+        """The nodes' capsules as their workers tell; None: it is gone, or no worker is known to have it."""
         turns = asyncio.Semaphore(NUM_ASKED)
 
         async def ask(node: NodeNote) -> CapsuleInfo | None:
             async with turns:
                 try:
                     return await self._gateway.capsules.inspect(CapsuleId(node.capsule), scope)
-                except NotFound:
+                except (NotFound, LookupIncomplete):  # a gateway that has just begun knows few
                     return None
 
         return await asyncio.gather(*map(ask, nodes))

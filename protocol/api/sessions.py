@@ -46,7 +46,7 @@ class SessionList(Page[Session], frozen=True, kw_only=True):
 
 
 class SessionNode(Body, frozen=True, kw_only=True):
-    """A capsule of a session. `is_root`: another session's. Not `held`: no worker has it any more."""
+    """A capsule of a session. `is_root`: another session's. Not `held`: no worker is known to have it."""
 
     capsule: str
     parent: str | None
