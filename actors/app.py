@@ -319,7 +319,7 @@ Broker: Deployment = serve.deployment(
     ray_actor_options={"num_cpus": _SMALL_CPUS},
     **_HEALTH,
     graceful_shutdown_timeout_s=5.0,
-    max_surge_percent=100,
+    max_surge_percent=0,  # one broker at a time has the folder of the store
 )(BrokerReplica)
 
 Worker: Deployment = serve.deployment(
