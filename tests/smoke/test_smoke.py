@@ -213,6 +213,7 @@ class Keyed(NamedTuple):
     evil: NewKey
     root: NewKey
     stream: "Stream"
+    stored: str  # a response of before the update
 
 
 class Stream:
@@ -280,6 +281,9 @@ def keyed(service: ServeCommand, tmp_path_factory: pytest.TempPathFactory) -> Ke
     (raylet,) = (each for each in service.family() if each.name() == "raylet")
     (ray_address,) = set(re.findall(r"--gcs-address=(\S+)", " ".join(raylet.cmdline())))
     before = service.family("ServeReplica:mallee:")
+    body = {"input": "Hello", "max_output_tokens": 2}
+    asked = {"json": body, "headers": {"x-tenant-id": "root"}, "timeout": WAIT_S}
+    stored = httpx.post(f"{service.url}/v1/responses", **asked).json()["id"]
     with Stream(service.url) as stream:
         stream.go_on()
         args = {**SETTINGS, "workers": 1, "http": {"keys_file": str(file)}}
@@ -289,7 +293,7 @@ def keyed(service: ServeCommand, tmp_path_factory: pytest.TempPathFactory) -> Ke
         stream.go_on()
     _, left = psutil.wait_procs(before, timeout=WAIT_S)
     assert left == []
-    return Keyed(*keys, stream)
+    return Keyed(*keys, stream, stored)
 
 
 def test_an_update_replaces_every_process_and_cuts_no_stream(
@@ -299,6 +303,14 @@ def test_an_update_replaces_every_process_and_cuts_no_stream(
     with Mallee(service.url, api_key=keyed.root.token) as client:
         until(lambda: client.health()["status"] == "ok")
         assert len(client.health()["workers"]) == 1
+    told = httpx.get(
+        f"{service.url}/v1/responses/{keyed.stored}",
+        headers={"authorization": f"Bearer {keyed.root.token}"},
+        timeout=WAIT_S,
+    )
+    assert told.status_code == 200, (
+        "it was stored at a gateway that is gone, by a broker that is gone"
+    )
     assert len(service.family("ServeReplica:mallee:")) == 3  # broker, worker, gateway
 
 
