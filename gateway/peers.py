@@ -29,7 +29,7 @@ SETTLE_S: Final = 4.0  # in which all that live are heard of, though they find t
 MAX_ANSWER_NBYTES: Final = 768 << 10  # a broker takes 1 MiB at once by default
 
 Answer: TypeAlias = Callable[[str, Scope, bytes], Awaitable[bytes | None]]
-"""What is here of a name in a scope, by what the question gives; None: nothing. A MalleeError is told."""
+"""Gives what is here of a name in a scope, by what is asked; None: nothing. A MalleeError is told."""
 
 
 class Peers:

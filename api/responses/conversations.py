@@ -142,9 +142,8 @@ class Conversations:
 
     async def forget(self, name: str, scope: Scope) -> None:
         """Forget a conversation everywhere. Its responses stay."""
-        await self._talks.delete(
-            scope, name
-        )  # first: else a failure would leave them without a name
+        # First: else a failure would leave the items without a name.
+        await self._talks.delete(scope, name)
         await self._heads.delete(scope, name)
 
     async def _change_head(

@@ -21,8 +21,8 @@ from mallee.runtime.config import ResponsesSettings
 ID_PREFIX: Final = "resp_"
 COPIES_NBYTES: Final = 64 << 20  # of responses, and of conversations
 _LAYOUT: Final = 1
-_SUMMARY: Final = "summary"
 _EVENTS_LAYOUT: Final = 1
+_SUMMARY: Final = "summary"
 
 Turns = tuple[tuple[Message, ...], ...]
 
@@ -182,9 +182,8 @@ class StoredResponses:
     async def delete(self, scope: Scope, name: str) -> None:
         """Returns once it is gone everywhere. Raises StoreAway."""
         if self._summaries.is_waiting(scope, name, _SUMMARY):
-            self._summaries.remove_soon(
-                scope, name, _SUMMARY
-            )  # else it would come after the delete
+            # Else it would come after the delete.
+            self._summaries.remove_soon(scope, name, _SUMMARY)
         await self._whole.delete(scope, name)
         await self.events.delete(scope, name)
 

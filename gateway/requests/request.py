@@ -56,18 +56,8 @@ class RunningRequest:
 
     __slots__ = (
         *("_branches", "_clock", "_comparison", "_deltas", "_is_held_elsewhere", "_is_over"),
-        *(
-            "_life",
-            "_observers",
-            "_open",
-            "_owner",
-            "_weights",
-            "placed",
-            "request",
-            "take",
-            "trace",
-        ),
-        "worker",
+        *("_life", "_observers", "_open", "_owner", "_weights", "placed", "request", "take"),
+        *("trace", "worker"),
     )
 
     def __init__(

@@ -20,9 +20,8 @@ log = logging.getLogger(__name__)
 
 NUM_AT_ONCE: Final = 16  # sessions that are read
 RETRY_S: Final = 1.0  # until a session that could not be stored is put again
-KEEP: Final = (
-    0.25  # of the time for which they are remembered: a session in use is stored anew so often
-)
+# Of the time for which they are remembered: a session in use is stored anew so often.
+KEEP: Final = 0.25
 
 
 @dataclass(frozen=True, slots=True)

@@ -446,9 +446,8 @@ class Bucket(Generic[T]):
 
 _WHOLE: Final = b"\x00"
 _IN_PARTS: Final = b"\x01"
-_PARTS: Final = (
-    "p"  # the first letter of their names, after a point: no name's, which follow a letter
-)
+# Between a key and the names of its parts, which are two: a value below the key has one name more than it.
+_PARTS: Final = "p"
 _decode_parts: Final = Decoder(tuple[str, int], "the parts of a value")
 
 
