@@ -93,7 +93,7 @@ def find_faults(
     """The faults of a file's content, and the applications whose settings are right."""
     faults = list[str]()
     if is_picker:
-        from mallee.actors.epp.config import PickerConfig
+        from mallee.actors.front.picker.config import PickerConfig
 
         _config(PickerConfig, values, "", faults)
         return faults, []

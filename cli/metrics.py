@@ -20,7 +20,7 @@ def metrics(as_json: JsonOption = False) -> None:
 
 def declared() -> "Mapping[str, Mapping[str, Family]]":
     """The families that each kind of process declares, by its kind and by name; first those of `every`."""
-    from mallee.actors.epp.counts import PickerCounts
+    from mallee.actors.front.picker.counts import PickerCounts
     from mallee.actors.hosting.meters import WorkerMetrics
     from mallee.gateway.metrics import GatewayMetrics
     from mallee.runtime.telemetry.families import Families

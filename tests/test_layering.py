@@ -67,7 +67,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("autoscaling", "cluster", "kv_transfer"),
         ("hosting", "secret"),
         ("build",),
-        ("mock", "epp"),
+        ("mock", "front"),
         ("app",),
         ("local",),
     ),

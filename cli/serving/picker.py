@@ -14,7 +14,7 @@ from mallee.cli.serving.signals import until_signal
 from mallee.cli.settings import SetOptions, layered
 
 if TYPE_CHECKING:
-    from mallee.actors.epp.config import PickerConfig
+    from mallee.actors.front.picker.config import PickerConfig
 
 _NEEDED = ("grpc", "google.protobuf", "tokenizers", "jinja2", "nats", "pydantic", "yaml", "httpx")
 
@@ -63,7 +63,7 @@ def make_picker_config(
     options: Mapping[str, tuple[str, object]],
 ) -> "PickerConfig":
     """As `layered`, and what the settings need is installed. Raises ConfigError."""
-    from mallee.actors.epp.config import PickerConfig
+    from mallee.actors.front.picker.config import PickerConfig
 
     made = layered(PickerConfig, {}, file, assignments, options)
     if made.events_port is not None:
@@ -78,7 +78,7 @@ def _require_extra(*, wants_events: bool) -> None:
 
 
 async def _serve(config: "PickerConfig") -> None:
-    from mallee.actors.epp.picker import Picker
+    from mallee.actors.front.picker.picker import Picker
 
     async with Picker(config) as picker:
         host = config.listen.rpartition(":")[0]

@@ -11,9 +11,9 @@ import pytest
 import typer
 import yaml
 
-from mallee.actors.epp.config import PickerConfig
-from mallee.actors.epp.picker import DRAIN_S, Picker
-from mallee.actors.epp.pods.kubernetes import ApiServer, PoolEndpoints, PoolSpec
+from mallee.actors.front.picker.config import PickerConfig
+from mallee.actors.front.picker.picker import DRAIN_S, Picker
+from mallee.actors.front.pods.kubernetes import ApiServer, PoolEndpoints, PoolSpec
 from mallee.cli.main import cli
 from mallee.cli.serving.picker import make_picker_config
 from mallee.testing.vllm_pod import VllmPod

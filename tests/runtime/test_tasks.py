@@ -43,9 +43,12 @@ BARE = {
     ("actors/hosting/compiler.py", "ThreadPoolExecutor"): "the host closes it",
     ("runtime/bus/broker.py", "ThreadPoolExecutor"): "for the length of a call, which has a limit",
     ("runtime/bus/broker.py", "to_thread"): "a folder, at the start and the end, which has a limit",
-    ("actors/epp/server.py", "to_thread"): "its request waits for it, as long as a decision takes",
-    ("actors/epp/pods/kubernetes.py", "TaskGroup"): "it ends with its owner's supervised task",
-    ("actors/epp/pods/kubernetes.py", "create_task"): "in that group",
+    (
+        "actors/front/picker/server.py",
+        "to_thread",
+    ): "its request waits for it, as long as a decision takes",
+    ("actors/front/pods/kubernetes.py", "TaskGroup"): "it ends with its owner's supervised task",
+    ("actors/front/pods/kubernetes.py", "create_task"): "in that group",
     ("actors/local.py", "Thread"): "at the end, which waits for it",
 }
 PROCESSES = ("runtime", "gateway", "api", "actors", "testing/nodes")

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import yaml
 
-from mallee.actors.epp.config import PickerConfig
+from mallee.actors.front.picker.config import PickerConfig
 from mallee.runtime.config import AppConfig
 
 Schema = dict[str, Any]

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from mallee.actors.epp.messages import Destination, Refusal
-from mallee.actors.epp.prompts import Prompt
+from mallee.actors.front.picker.messages import Destination, Refusal
+from mallee.actors.front.prompts import Prompt
 from mallee.protocol.errors import KVMemoryExceeded, NoWorker, Saturated
 from mallee.protocol.ids import RequestId, WorkerId
 from mallee.router.router import Router

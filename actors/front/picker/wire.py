@@ -14,7 +14,7 @@ import msgspec
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, struct_pb2
 from google.protobuf.message import DecodeError
 
-from mallee.actors.epp.messages import (
+from mallee.actors.front.picker.messages import (
     DESTINATION,
     LB_NAMESPACE,
     SERVED,

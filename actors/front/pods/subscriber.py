@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from mallee.actors.epp.pods.kv_events import Arrival, EventOrder
+from mallee.actors.front.pods.kv_events import Arrival, EventOrder
 
 if TYPE_CHECKING:
     import zmq.asyncio

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from mallee.actors.epp.config import PickerConfig
+from mallee.actors.front.picker.config import PickerConfig
 from mallee.cli.main import cli
 from mallee.cli.serving.picker import make_picker_config
 from mallee.protocol.errors import ConfigError

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mallee.actors.epp.pods.kv_events import (
+from mallee.actors.front.pods.kv_events import (
     Arrival,
     BlockNames,
     EventOrder,

@@ -15,11 +15,16 @@ from typing import Any, Final, Protocol
 import grpc
 import grpc.aio
 
-from mallee.actors.epp.conversation import Conversation, Finished, FirstPiece, Served, Step, Wanted
-from mallee.actors.epp.messages import Destination, Passed, Piece, Refusal
-from mallee.actors.epp.placement import Picked, Placement
-from mallee.actors.epp.prompts import Prompt, cached_tokens
-from mallee.actors.epp.wire import (
+from mallee.actors.front.picker.conversation import (
+    Conversation,
+    Finished,
+    FirstPiece,
+    Served,
+    Step,
+    Wanted,
+)
+from mallee.actors.front.picker.messages import Destination, Passed, Piece, Refusal
+from mallee.actors.front.picker.wire import (
     HEALTH,
     PROCESS,
     HealthCheckRequest,
@@ -27,6 +32,8 @@ from mallee.actors.epp.wire import (
     read,
     write,
 )
+from mallee.actors.front.placement import Picked, Placement
+from mallee.actors.front.prompts import Prompt, cached_tokens
 from mallee.protocol.errors import CodecError, ConfigError
 from mallee.protocol.ids import RequestId
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from mallee.actors.epp.pods.endpoints import (
+from mallee.actors.front.pods.endpoints import (
     Endpoint,
     FileEndpoints,
     StaticEndpoints,
     checked_address,
 )
-from mallee.actors.epp.pods.metrics import read_metrics
+from mallee.actors.front.pods.metrics import read_metrics
 from mallee.protocol.errors import ConfigError
 from support.waiting import elapse, until
 

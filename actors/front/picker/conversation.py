@@ -14,7 +14,7 @@ first piece of the body and, for the count of cached tokens, the last bytes.
 
 from typing import Final, NamedTuple, TypeAlias
 
-from mallee.actors.epp.messages import (
+from mallee.actors.front.picker.messages import (
     Body,
     BodyMode,
     Destination,

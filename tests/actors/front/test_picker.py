@@ -12,8 +12,8 @@ import grpc
 import httpx
 import pytest
 
-from mallee.actors.epp.picker import Picker
-from mallee.actors.epp.pods.pods import Pods
+from mallee.actors.front.picker.picker import Picker
+from mallee.actors.front.pods.pods import Pods
 from mallee.protocol.errors import ConfigError
 from mallee.runtime.addresses import free_port
 from mallee.runtime.tasks import Tasks
@@ -212,7 +212,7 @@ async def test_a_decision_that_takes_too_long_is_left_to_the_proxy(
         async def wait(*_: object) -> None:
             await slow.wait()
 
-        monkeypatch.setattr("mallee.actors.epp.server.asyncio.to_thread", wait)
+        monkeypatch.setattr("mallee.actors.front.picker.server.asyncio.to_thread", wait)
         exchange = proxy.stream()
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await exchange.request(prompt(0, 5000))

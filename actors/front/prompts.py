@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from mallee.actors.epp.pods.kv_events import salt_of
+from mallee.actors.front.pods.kv_events import salt_of
 from mallee.api.text.chat import ChatTemplate
 from mallee.api.text.conversation import MAX_MESSAGES
 from mallee.api.text.tokenizer import Tokenizer

@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Final, Self
 import httpx
 
 from mallee.actors.build import build_router, freeze_heap, resolve, share_interpreter
-from mallee.actors.epp.config import PickerConfig
-from mallee.actors.epp.counts import PickerCounts
-from mallee.actors.epp.placement import Placement
-from mallee.actors.epp.pods.endpoints import (
+from mallee.actors.front.picker.config import PickerConfig
+from mallee.actors.front.picker.counts import PickerCounts
+from mallee.actors.front.picker.server import Limits, PickerServer
+from mallee.actors.front.placement import Placement
+from mallee.actors.front.pods.endpoints import (
     Endpoint,
     EndpointSource,
     FileEndpoints,
     StaticEndpoints,
 )
-from mallee.actors.epp.pods.kubernetes import PoolEndpoints, account_namespace, server_of
-from mallee.actors.epp.pods.pods import PodLimits, Pods
-from mallee.actors.epp.prompts import PromptReader
-from mallee.actors.epp.server import Limits, PickerServer
+from mallee.actors.front.pods.kubernetes import PoolEndpoints, account_namespace, server_of
+from mallee.actors.front.pods.pods import PodLimits, Pods
+from mallee.actors.front.prompts import PromptReader
 from mallee.api.text.chat import ChatTemplate
 from mallee.api.text.tokenizer import Tokenizer
 from mallee.gateway.fleet.bookings import BookingFeed

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from mallee.actors.epp.pods.kv_events import salt_of
-from mallee.actors.epp.prompts import Prompt, PromptReader, cached_tokens
+from mallee.actors.front.pods.kv_events import salt_of
+from mallee.actors.front.prompts import Prompt, PromptReader, cached_tokens
 from mallee.api.text.chat import ChatTemplate
 from mallee.api.text.tokenizer import Tokenizer
 from mallee.protocol.hashing import block_hashes

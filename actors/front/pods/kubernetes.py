@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 import httpx
 import msgspec
 
-from mallee.actors.epp.pods.endpoints import Endpoint, OnEndpoints
+from mallee.actors.front.pods.endpoints import Endpoint, OnEndpoints
 from mallee.protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)

@@ -4,15 +4,15 @@ from typing import Any
 
 import pytest
 
-from mallee.actors.epp import wire
-from mallee.actors.epp.conversation import (
+from mallee.actors.front.picker import wire
+from mallee.actors.front.picker.conversation import (
     Conversation,
     Finished,
     FirstPiece,
     Served,
     Wanted,
 )
-from mallee.actors.epp.messages import (
+from mallee.actors.front.picker.messages import (
     Body,
     BodyMode,
     Destination,

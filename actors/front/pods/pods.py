@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import httpx
 
-from mallee.actors.epp.pods.endpoints import Endpoint
-from mallee.actors.epp.pods.kv_events import Arrival, PodContents
-from mallee.actors.epp.pods.metrics import MAX_NBYTES, PodReport, read_metrics
-from mallee.actors.epp.pods.subscriber import EventPlaces, Subscriber
+from mallee.actors.front.pods.endpoints import Endpoint
+from mallee.actors.front.pods.kv_events import Arrival, PodContents
+from mallee.actors.front.pods.metrics import MAX_NBYTES, PodReport, read_metrics
+from mallee.actors.front.pods.subscriber import EventPlaces, Subscriber
 from mallee.protocol.events import Event, EventBatch, Lease, Load
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.router.router import Router

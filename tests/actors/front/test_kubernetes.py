@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mallee.actors.epp.pods import kubernetes
-from mallee.actors.epp.pods.endpoints import Endpoint
-from mallee.actors.epp.pods.kubernetes import ApiServer, PoolEndpoints, account_namespace
+from mallee.actors.front.pods import kubernetes
+from mallee.actors.front.pods.endpoints import Endpoint
+from mallee.actors.front.pods.kubernetes import ApiServer, PoolEndpoints, account_namespace
 from mallee.protocol.errors import ConfigError
 from support.pool_api import PODS, POOLS, FakeApi, pod, pool
 from support.waiting import until
