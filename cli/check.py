@@ -50,6 +50,9 @@ def check(
     picker: Annotated[
         bool, typer.Option("--picker", help="It is a file for `mallee picker --config`.")
     ] = False,
+    router: Annotated[
+        bool, typer.Option("--router", help="It is a file for `mallee router --config`.")
+    ] = False,
     files: Annotated[
         bool,
         typer.Option("--files", help="Look on this machine for every file and folder it names."),
@@ -67,7 +70,7 @@ def check(
     Example: mallee check serve.yaml
     """
     require_serve_extra(is_mocked=True)
-    faults, applications = find_faults(read_settings(file), is_picker=picker)
+    faults, applications = find_faults(read_settings(file), is_picker=picker, is_router=router)
     for each in applications:
         if files:
             faults += map(each.line, missing_files(each.config))
@@ -88,7 +91,7 @@ def check(
 
 
 def find_faults(
-    values: dict[str, Any], *, is_picker: bool = False
+    values: dict[str, Any], *, is_picker: bool = False, is_router: bool = False
 ) -> tuple[list[str], list[Application]]:
     """The faults of a file's content, and the applications whose settings are right."""
     faults = list[str]()
@@ -96,6 +99,11 @@ def find_faults(
         from mallee.actors.front.picker.config import PickerConfig
 
         _config(PickerConfig, values, "", faults)
+        return faults, []
+    if is_router:
+        from mallee.actors.front.proxy.config import ProxyConfig
+
+        _config(ProxyConfig, values, "", faults)
         return faults, []
     if values.get("kind") == "RayService":
         text = (values.get("spec") or {}).get("serveConfigV2")

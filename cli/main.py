@@ -26,6 +26,7 @@ from mallee.cli.remote.explain import explain
 from mallee.cli.remote.top import top
 from mallee.cli.serving.mock import mock
 from mallee.cli.serving.picker import picker
+from mallee.cli.serving.router import router
 from mallee.cli.serving.serve import serve
 from mallee.cli.serving.up import up
 from mallee.cli.sessions import export_episode, replay_session
@@ -42,7 +43,7 @@ cli = typer.Typer(
 )
 _COMMANDS: tuple[Callable[..., None], ...] = (
     *(serve, up, mock, demo, settings, metrics, check, tree, doctor, doctor_model, profile, replay),
-    *(sweep, figures, replay_session, export_episode, chat, explain, top, picker),
+    *(sweep, figures, replay_session, export_episode, chat, explain, top, picker, router),
 )
 for _command in _COMMANDS:
     cli.command()(_command)

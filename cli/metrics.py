@@ -21,6 +21,7 @@ def metrics(as_json: JsonOption = False) -> None:
 def declared() -> "Mapping[str, Mapping[str, Family]]":
     """The families that each kind of process declares, by its kind and by name; first those of `every`."""
     from mallee.actors.front.picker.counts import PickerCounts
+    from mallee.actors.front.proxy.counts import ProxyCounts
     from mallee.actors.hosting.meters import WorkerMetrics
     from mallee.gateway.metrics import GatewayMetrics
     from mallee.runtime.telemetry.families import Families
@@ -33,6 +34,7 @@ def declared() -> "Mapping[str, Mapping[str, Family]]":
         "gateway": gateway.registry,
         "worker": WorkerMetrics(_nothing).registry,
         "picker": PickerCounts().registry,
+        "router": ProxyCounts().registry,
     }
     own = {
         process: {name: found for name, found in families.declared.items() if name not in every}

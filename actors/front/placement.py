@@ -3,20 +3,39 @@
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from mallee.actors.front.picker.messages import Destination, Refusal
+import msgspec
+
 from mallee.actors.front.prompts import Prompt
 from mallee.protocol.errors import KVMemoryExceeded, NoWorker, Saturated
 from mallee.protocol.ids import RequestId, WorkerId
+from mallee.router.placement.placer import Placement as Placed
 from mallee.router.router import Router
 
 RETRY_AFTER_S: Final = 1
 
 
 class Picked(NamedTuple):
-    """A request's endpoints, and the blocks of its prompt that the first one has."""
+    """The endpoints of a request, best first; the others are for retries."""
 
-    destination: Destination
-    overlap_blocks: int
+    endpoints: tuple[str, ...]
+    overlap_blocks: int  # of its prompt, on the first one
+    reason: str
+
+
+class Refusal(NamedTuple):
+    """The client is answered without an endpoint."""
+
+    status: int
+    code: str  # for programs, as in OpenAI's errors
+    message: str
+    retry_after_s: int | None = None
+
+    @property
+    def body(self) -> bytes:
+        """As OpenAI's errors are written."""
+        kind = "unavailable" if self.status >= 429 else "invalid_request_error"
+        error = {"message": self.message, "type": kind, "param": None, "code": self.code}
+        return msgspec.json.encode({"error": error})
 
 
 class Placement:
@@ -104,8 +123,9 @@ class Placement:
                 hashes = hashes[: num_tokens // self._block_size]
                 max_tokens = max(1, min(max_tokens, room - num_tokens))
         return Picked(
-            Destination((placement.address, *self._next_best(placement.address))),
+            (placement.address, *self._next_best(placement.address)),
             placement.overlap_blocks,
+            _reason(placement, len(hashes)),
         )
 
     def _next_best(self, first: str) -> list[str]:
@@ -115,3 +135,12 @@ class Placement:
         decision = self._router.decisions(1, candidates=self._fallbacks + 1)[0]
         others = [c for c in decision.candidates if c.worker != first and c.total < float("inf")]
         return [str(candidate.worker) for candidate in others[: self._fallbacks]]
+
+
+def _reason(placed: Placed, num_blocks: int) -> str:
+    """The ground of a decision in a word or two, for a header of the answer."""
+    if placed.overlap_blocks:
+        return f"prefix {min(1.0, placed.overlap_blocks / max(1, num_blocks)):.2f}"
+    if placed.reason != "cost":
+        return placed.reason
+    return "affinity" if placed.is_home else "load"

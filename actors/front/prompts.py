@@ -20,6 +20,7 @@ from mallee.api.text.tokenizer import Tokenizer
 from mallee.protocol.errors import InvalidParameter
 from mallee.protocol.hashing import NO_HASHES, Hashes, Tokens, as_tokens, block_hashes
 
+AT_ONCE_NBYTES: Final = 16 << 10  # a body that is read without leaving the loop
 TEXT_TOKEN_NBYTES: Final = 4  # without a tokenizer
 MAX_TEXT_CHARS: Final = (
     1 << 21
@@ -42,6 +43,7 @@ class Prompt(NamedTuple):
     max_tokens: int | None
     affinity: int  # digest of its session or prompt cache key; 0: it has none
     objective: str
+    model: str
 
 
 class PromptReader:
@@ -71,7 +73,12 @@ class PromptReader:
         objective = next((headers[name] for name in OBJECTIVE_HEADERS if name in headers), "")
         affinity = xxhash.xxh3_64_intdigest(f"{cache_salt}\n{key}".encode()) if key else 0
         return Prompt(
-            hashes, len(tokens) or len(raw) // TEXT_TOKEN_NBYTES, most, affinity, objective
+            hashes=hashes,
+            num_tokens=len(tokens) or len(raw) // TEXT_TOKEN_NBYTES,
+            max_tokens=most,
+            affinity=affinity,
+            objective=objective,
+            model=model,
         )
 
     def _tokens(self, path: str, body: dict[str, Any], scope: str) -> Tokens:

@@ -41,6 +41,7 @@ class Placement(NamedTuple):
     decision: int  # its number in the decision log
     reason: str  # cost, warm_up, fan_out, or the policy's name
     pull: Pull | None = None
+    is_home: bool = False  # it is the home of the prompt cache key
 
 
 class Placer:
@@ -230,6 +231,7 @@ class Placer:
             decision=number,
             reason=reason,
             pull=pull,
+            is_home=slot == demand.home,
         )
 
     def lends(self, entry: CapsuleEntry) -> bool:

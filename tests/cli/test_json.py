@@ -25,6 +25,7 @@ WITHOUT_JSON = {
     "up": "serves until it is interrupted",
     "mock": "serves until it is interrupted",
     "picker": "serves until it is interrupted",
+    "router": "serves until it is interrupted",
     "chat": "is a conversation",
 }
 

@@ -11,11 +11,12 @@ import pytest
 import typer
 import yaml
 
+from mallee.actors.front.front import DRAIN_S
 from mallee.actors.front.picker.config import PickerConfig
-from mallee.actors.front.picker.picker import DRAIN_S, Picker
+from mallee.actors.front.picker.picker import Picker
 from mallee.actors.front.pods.kubernetes import ApiServer, PoolEndpoints, PoolSpec
 from mallee.cli.main import cli
-from mallee.cli.serving.picker import make_picker_config
+from mallee.cli.serving.fronts import make_front_config
 from mallee.testing.vllm_pod import VllmPod
 from support.chart import CHART, MINIMAL, PICKERS, Object, merged, objects, one, pods, rendered
 from support.pickers import Proxy
@@ -72,7 +73,7 @@ def settings_of(found: list[Object], folder: Path, *assignments: str) -> PickerC
     source = next(each for each in spec_of(found)["volumes"] if each["name"] == volume)
     data = one(found, "ConfigMap", source["configMap"]["name"])["data"]
     (folder / config.name).write_text(data[config.name])
-    return make_picker_config(folder / config.name, list(assignments), {})
+    return make_front_config(PickerConfig, "picker", folder / config.name, list(assignments), {})
 
 
 def mounts(found: list[Object]) -> Iterator[tuple[str, str]]:

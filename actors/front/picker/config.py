@@ -1,23 +1,18 @@
 """Settings of `mallee picker`: a YAML file, and the command's options."""
 
 from pathlib import Path
-from typing import Self
+from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from mallee.runtime.config import (
-    AppConfig,
-    AtLeastOne,
-    EngineSettings,
-    Port,
-    Positive,
-    RoutingSettings,
-    Settings,
-)
+from mallee.actors.front.config import FrontConfig
+from mallee.runtime.config import AtLeastOne, Positive
 
 
-class PickerConfig(Settings):
+class PickerConfig(FrontConfig):
     """One picker of a pool. Unknown keys are refused."""
+
+    addresses: ClassVar = (*FrontConfig.addresses, "health_listen")
 
     listen: str = "127.0.0.1:9002"
     """Address of the gRPC service; `0.0.0.0:9002` in a pod, behind a NetworkPolicy."""
@@ -28,93 +23,23 @@ class PickerConfig(Settings):
     health_listen: str | None = None
     """Address of the gRPC health checks alone, without TLS, as Kubernetes' probes need them;
     `listen` answers them too."""
-    endpoints: tuple[str, ...] = ()
-    """Pods, each as ip:port, if they never change."""
-    endpoints_file: str | None = None
-    """File with a list of ip:port, read again whenever it changes."""
-    pool: str | None = None
-    """InferencePool whose pods are followed, in a Kubernetes cluster."""
-    namespace: str | None = None
-    """Its namespace; by default the pod's."""
-    kubernetes_url: str | None = None
-    """Kubernetes' API without an account, as `kubectl proxy` serves it; by default that of the
-    pod."""
-    model: str | None = None
-    """Folder or hub id with the pods' tokenizer and chat template. Without, a prompt counts a
-    token for each 4 bytes of its text, and caches are predicted."""
-    block_size: AtLeastOne = 16
-    """Tokens of a KV block in the pods."""
-    events_port: Port | None = None
-    """Port on which pods publish KV events over ZeroMQ; without, caches are predicted."""
-    replay_port: Port | None = None
-    """Port on which they repeat those that were missed."""
-    events_topic: str = ""
-    """Topic of the events."""
-    scrape_s: Positive = Field(default=1.0, le=60)
-    """Seconds between two looks at a pod's metrics."""
-    kv_tokens: AtLeastOne = 262_144
-    """KV memory of a pod whose metrics do not tell it."""
-    max_rows: AtLeastOne = 256
-    """Requests that a pod runs at once (vLLM's max_num_seqs)."""
     fallbacks: int = Field(default=2, ge=0, le=15)
     """Further endpoints given to the proxy, for its retries."""
     objectives: dict[str, int] = Field(default={})
     """Priorities of InferenceObjectives by name. Requests of one below 0 are refused with 429
     while all pods are busy; others are sent."""
-    max_body_mb: int = Field(default=16, ge=1, le=1024)
-    """Largest body of a request."""
     max_streams: AtLeastOne = 4096
     """Requests that the proxy may have open here at once."""
     decide_s: Positive = Field(default=2.0, le=60)
     """Longest time for a decision; then the proxy goes on its own."""
-    metrics_listen: str | None = None
-    """Address of `/metrics` for Prometheus; by default there is none."""
     fleet: str = "picker"
     """Name of the pool in the broker's subjects."""
-    nats_url: str | None = None
-    """NATS broker by which pickers share bookings; without, each counts its own."""
-    nats_credentials: str | None = None
-    """As of `mallee serve`."""
-    nats_ca: str | None = None
-    """As of `mallee serve`."""
-    routing: RoutingSettings = RoutingSettings()
-
-    @property
-    def app(self) -> AppConfig:
-        """The settings that router and bus are made from. Raises ValidationError."""
-        return AppConfig(
-            model=self.model or "none",
-            fleet=self.fleet,
-            nats_url=self.nats_url,
-            nats_credentials=self.nats_credentials,
-            nats_ca=self.nats_ca,
-            lease_period_s=self.scrape_s,
-            routing=self.routing,
-            engine=EngineSettings(block_size=self.block_size),
-        )
 
     @model_validator(mode="after")
-    def _check_together(self) -> Self:
-        sources = [self.endpoints or None, self.endpoints_file, self.pool]
-        if sum(each is not None for each in sources) != 1:
-            raise ValueError("give one of endpoints, endpoints_file and pool")
+    def _check_tls(self) -> Self:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("give tls_cert and tls_key, or neither")
-        if self.events_port is not None and self.model is None:
-            raise ValueError("events_port needs model: KV events name blocks by their tokens")
-        if self.replay_port is not None and self.events_port is None:
-            raise ValueError("replay_port needs events_port")
-        for name in ("listen", "health_listen", "metrics_listen"):
-            value = getattr(self, name)
-            host, _, port = (value or "").rpartition(":")
-            if value is not None and not (host and port.isdigit()):
-                raise ValueError(f"{name}={value!r}: give host:port")
-        _ = self.app  # its own checks
         return self
-
-    @property
-    def endpoints_path(self) -> Path | None:
-        return None if self.endpoints_file is None else Path(self.endpoints_file).expanduser()
 
     @property
     def tls_paths(self) -> tuple[Path, Path] | None:

@@ -23,11 +23,11 @@ from mallee.actors.front.picker.messages import (
     Modes,
     Passed,
     Piece,
-    Refusal,
     Reply,
     Side,
     Trailers,
 )
+from mallee.actors.front.placement import Refusal
 from mallee.protocol.errors import CodecError
 
 PIECE_NBYTES: Final = 62 << 10  # Envoy recommends at most 64 KiB

@@ -8,6 +8,8 @@ protocol 1.0.0, proposal 004 of kubernetes-sigs/gateway-api-inference-extension.
 from enum import IntEnum
 from typing import Final, Literal, NamedTuple, TypeAlias
 
+from mallee.actors.front.placement import Refusal
+
 DESTINATION: Final = "x-gateway-destination-endpoint"
 SERVED: Final = "x-gateway-destination-endpoint-served"
 SUBSET: Final = "x-gateway-destination-endpoint-subset"
@@ -101,15 +103,6 @@ class Piece(NamedTuple):
     side: Side
     data: bytes
     ends: bool
-
-
-class Refusal(NamedTuple):
-    """Envoy answers the request itself."""
-
-    status: int
-    code: str  # for programs, as in OpenAI's errors
-    message: str
-    retry_after_s: int | None = None
 
 
 Reply: TypeAlias = Passed | Piece | Refusal

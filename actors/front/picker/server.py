@@ -23,7 +23,7 @@ from mallee.actors.front.picker.conversation import (
     Step,
     Wanted,
 )
-from mallee.actors.front.picker.messages import Destination, Passed, Piece, Refusal
+from mallee.actors.front.picker.messages import Destination, Passed, Piece
 from mallee.actors.front.picker.wire import (
     HEALTH,
     PROCESS,
@@ -32,8 +32,8 @@ from mallee.actors.front.picker.wire import (
     read,
     write,
 )
-from mallee.actors.front.placement import Picked, Placement
-from mallee.actors.front.prompts import Prompt, cached_tokens
+from mallee.actors.front.placement import Picked, Placement, Refusal
+from mallee.actors.front.prompts import AT_ONCE_NBYTES, Prompt, cached_tokens
 from mallee.protocol.errors import CodecError, ConfigError
 from mallee.protocol.ids import RequestId
 
@@ -41,7 +41,6 @@ log = logging.getLogger(__name__)
 
 BODY_S: Final = 30.0  # for all of a request, from its headers on
 STREAM_S: Final = 3600.0  # for all of an answer
-AT_ONCE_NBYTES: Final = 16 << 10  # a body that is read without leaving the loop
 MAX_MESSAGE_NBYTES: Final = 4 << 20
 MAX_HEALTH_CHECKS: Final = 64  # at once, at the port that is for them alone
 WATCH_S: Final = 0.5  # between two looks for a watcher of the health
@@ -85,22 +84,22 @@ class Limits:
 class PickerServer:
     """The service at one address. Belongs to one event loop.
 
-    `prompt_reader()` is what reads one body, in any thread: it has what that needs of the loop's.
-    `new_id()` names bookings; `is_ready()` answers the health check.
+    `read_prompt` reads one body, in any thread; `new_id()` names bookings; `is_ready()` answers health
+    checks.
     """
 
     def __init__(
         self,
         placement: Placement,
-        prompt_reader: Callable[[], ReadPrompt],
+        read_prompt: ReadPrompt,
         observer: Observer,
         limits: Limits,
         *,
-        new_id: Callable[[], str],
+        new_id: Callable[[], RequestId],
         is_ready: Callable[[], bool],
     ) -> None:
         self._placement = placement
-        self._prompt_reader = prompt_reader
+        self._read_prompt = read_prompt
         self._observer = observer
         self._limits = limits
         self._new_id = new_id
@@ -159,7 +158,7 @@ class PickerServer:
             await self._health_server.stop(None)
 
     async def _process(self, messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-        talk = _Talk(self, RequestId(self._new_id()))
+        talk = _Talk(self, self._new_id())
         try:
             async with asyncio.timeout(BODY_S) as limit:
                 async for raw in messages:
@@ -183,7 +182,7 @@ class PickerServer:
     async def _pick(self, wanted: Wanted, request: RequestId) -> tuple[Picked | Refusal, Prompt]:
         began = time.perf_counter()
         async with asyncio.timeout(self._limits.decide_s):
-            read_prompt = self._prompt_reader()
+            read_prompt = self._read_prompt
             if len(wanted.body) <= AT_ONCE_NBYTES:
                 prompt = read_prompt(wanted.headers, wanted.body)
             else:
@@ -251,8 +250,8 @@ class _Talk:
                     if isinstance(picked, Refusal):
                         replies += await self._done(self._machine.refused(picked))
                     else:
-                        self._took = picked.destination
-                        replies += await self._done(self._machine.picked(picked.destination))
+                        self._took = Destination(picked.endpoints)
+                        replies += await self._done(self._machine.picked(self._took))
                 case Served(endpoint):
                     self._follow(endpoint)
                 case FirstPiece():

@@ -10,7 +10,6 @@ extensions/filters/http/ext_proc/v3/processing_mode), grpc/grpc-proto grpc/healt
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, get_args
 
-import msgspec
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, struct_pb2
 from google.protobuf.message import DecodeError
 
@@ -28,11 +27,11 @@ from mallee.actors.front.picker.messages import (
     Modes,
     Passed,
     Piece,
-    Refusal,
     Reply,
     Side,
     Trailers,
 )
+from mallee.actors.front.placement import Refusal
 from mallee.protocol.errors import CodecError
 
 PROCESS: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
@@ -251,8 +250,7 @@ def _add_metadata(message: Any, destination: Destination) -> None:
 def _refuse(message: Any, refusal: Refusal) -> None:
     message.status.code = refusal.status
     message.details = refusal.code
-    error = {"message": refusal.message, "type": "unavailable", "param": None, "code": refusal.code}
-    message.body = msgspec.json.encode({"error": error})
+    message.body = refusal.body
     headers = [("content-type", "application/json")]
     if refusal.retry_after_s is not None:
         headers.append(("retry-after", str(refusal.retry_after_s)))

@@ -3,6 +3,8 @@
 import re
 from typing import Final, NamedTuple
 
+import msgspec
+
 MAX_NBYTES: Final = 4 << 20  # of a page of metrics
 
 _WANTED: Final = (
@@ -32,6 +34,7 @@ class PodReport(NamedTuple):
     model: str | None
     adapters: tuple[str, ...]
     started_at: float | None  # seconds since the epoch
+    is_vllm: bool = True
 
     @property
     def incarnation(self) -> int:
@@ -39,8 +42,58 @@ class PodReport(NamedTuple):
         return 1 if self.started_at is None else max(1, round(self.started_at * 1000))
 
 
-def read_metrics(text: str) -> PodReport | None:
-    """The report in a page of Prometheus' text format; None if it is not vLLM's."""
+NO_REPORT: Final = PodReport(
+    running=0,
+    waiting=0,
+    kv_usage=0.0,
+    mean_prompt_tokens=0.0,
+    block_size=None,
+    num_blocks=None,
+    model=None,
+    adapters=(),
+    started_at=None,
+    is_vllm=False,
+)
+"""Of a server without vLLM's metrics: it is loaded as we load it."""
+
+
+class PodModels(NamedTuple):
+    """The models that a pod serves, by its `/v1/models`."""
+
+    names: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = ()
+    max_model_len: int = 0  # of the shortest; 0: it does not say
+
+
+NO_MODELS: Final = PodModels()
+
+
+def read_models(text: str) -> PodModels:
+    """The list of an OpenAI API; of another page nothing."""
+    try:
+        listed = msgspec.json.decode(text, type=_ModelList).data
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return NO_MODELS
+    lengths = [each.max_model_len for each in listed if each.max_model_len]
+    return PodModels(
+        names=tuple(each.id for each in listed if not each.parent),
+        adapters=tuple(each.id for each in listed if each.parent),
+        max_model_len=min(lengths, default=0),
+    )
+
+
+class _Model(msgspec.Struct):
+    id: str
+    parent: str | None = None
+    max_model_len: int | None = None
+
+
+class _ModelList(msgspec.Struct):
+    data: list[_Model] = []
+
+
+def read_metrics(text: str) -> PodReport:
+    """The report in a page of Prometheus' text format."""
     sums = dict.fromkeys(_WANTED, 0.0)
     usage, started_at, is_vllm = 0.0, None, False
     config: dict[str, str] = {}
@@ -64,8 +117,6 @@ def read_metrics(text: str) -> PodReport | None:
                 adapters.update(filter(None, map(str.strip, labels.get(key, "").split(","))))
         elif name == "process_start_time_seconds":
             started_at = value
-    if not is_vllm:
-        return None
     count = sums["vllm:request_prompt_tokens_count"]
     return PodReport(
         running=int(sums["vllm:num_requests_running"]),
@@ -77,6 +128,7 @@ def read_metrics(text: str) -> PodReport | None:
         model=model,
         adapters=tuple(sorted(adapters)),
         started_at=started_at,
+        is_vllm=is_vllm,
     )
 
 

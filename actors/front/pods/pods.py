@@ -7,15 +7,24 @@ whose events are not known from the beginning are predicted beside what is known
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias, get_args
 
 import httpx
 
 from mallee.actors.front.pods.endpoints import Endpoint
 from mallee.actors.front.pods.kv_events import Arrival, PodContents
-from mallee.actors.front.pods.metrics import MAX_NBYTES, PodReport, read_metrics
+from mallee.actors.front.pods.metrics import (
+    MAX_NBYTES,
+    NO_MODELS,
+    NO_REPORT,
+    PodModels,
+    PodReport,
+    read_metrics,
+    read_models,
+)
 from mallee.actors.front.pods.subscriber import EventPlaces, Subscriber
 from mallee.protocol.events import Event, EventBatch, Lease, Load
 from mallee.protocol.ids import Incarnation, WorkerId
@@ -29,6 +38,8 @@ log = logging.getLogger(__name__)
 
 SCRAPE_TIMEOUT_S: Final = 2.0
 SWEEP_S: Final = 0.25
+MODELS_EVERY: Final = 10  # looks; adapters come and go in a running pod
+NOT_ASKED: Final = "it was not asked yet"
 SLACK_BLOCKS: Final = (
     65_536  # that an engine may tell of beyond its device: other tiers, other groups
 )
@@ -46,6 +57,45 @@ class PodLimits(NamedTuple):
     topic: str
 
 
+State: TypeAlias = Literal["exact", "predicted", "blind"]
+STATES: Final = get_args(State)
+
+
+class Knowledge(NamedTuple):
+    """The knowledge of a pod's cache, and the reason where it is not by its own events."""
+
+    state: State
+    reason: str = ""
+
+
+class Served(NamedTuple):
+    """The models that the pods serve. Never changed, so that it may be read in any thread."""
+
+    adapters: frozenset[str] = frozenset()
+    """Names whose blocks are a LoRA adapter's."""
+    workers: Mapping[str, tuple[WorkerId, ...]] = MappingProxyType({})
+    """The pods that serve a model, by its name."""
+    num_pods: int = 0
+
+    def of(self, model: str) -> tuple[WorkerId, ...] | None:
+        """The pods that alone serve it; None: all do, or none is known to."""
+        found = self.workers.get(model)
+        return None if found is None or len(found) == self.num_pods else found
+
+
+class PodView(NamedTuple):
+    """A pod as people see it."""
+
+    address: str
+    models: tuple[str, ...]
+    max_model_len: int
+    block_size: int | None
+    num_blocks: int | None
+    running: int
+    waiting: int
+    knowledge: Knowledge
+
+
 @dataclass(slots=True)
 class _Pod:
     """One endpoint that is followed."""
@@ -53,7 +103,10 @@ class _Pod:
     endpoint: Endpoint
     contents: PodContents
     report: PodReport | None = None
-    failure: str = ""  # logged once
+    models: PodModels = NO_MODELS
+    looks: int = 0
+    failure: str = NOT_ASKED
+    knowledge: Knowledge | None = None  # as it was logged
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     @property
@@ -86,6 +139,7 @@ class Pods:
         self._max_pods = max_pods
         self._on_join = on_join
         self._pods: dict[str, _Pod] = {}
+        self.served = Served()
         self._tried: set[str] = set()
         self.tasks = Tasks("the pods of a picker")
 
@@ -102,19 +156,39 @@ class Pods:
         """Whether each endpoint was asked once."""
         return self._pods.keys() <= self._tried
 
-    @property
-    def models(self) -> frozenset[str]:
-        """Names of the models that pods serve without an adapter."""
-        return frozenset(p.report.model for p in self._pods.values() if p.report and p.report.model)
+    def views(self) -> list[PodView]:
+        """All pods, in the order in which they came."""
+        return [self._view(pod) for pod in self._pods.values()]
 
-    @property
-    def adapters(self) -> frozenset[str]:
-        """LoRA adapters that pods were seen to use."""
-        found: set[str] = set()
-        for pod in self._pods.values():
-            found |= pod.contents.names.adapters
-            found.update(pod.report.adapters if pod.report else ())
-        return frozenset(found)
+    def _view(self, pod: _Pod) -> PodView:
+        report = pod.report or NO_REPORT
+        return PodView(
+            address=pod.endpoint.address,
+            models=pod.models.names,
+            max_model_len=pod.models.max_model_len,
+            block_size=report.block_size,
+            num_blocks=report.num_blocks,
+            running=report.running,
+            waiting=report.waiting,
+            knowledge=self.knowledge(pod),
+        )
+
+    def knowledge(self, pod: _Pod) -> Knowledge:
+        """The knowledge of the pod's cache now."""
+        report, size = pod.report, self._limits.block_size
+        if report is None or pod.failure:
+            return Knowledge("blind", pod.failure)
+        if not report.is_vllm:
+            return Knowledge("predicted", "its /metrics are not vLLM's")
+        if report.block_size not in (None, size):
+            return Knowledge(
+                "predicted", f"its block size is {report.block_size}, the router's {size}"
+            )
+        if self._context is None or self._limits.events_port is None:
+            return Knowledge("predicted", "no KV events are read")
+        if not pod.contents.order.is_whole:
+            return Knowledge("predicted", "its KV events are not known from the beginning")
+        return Knowledge("exact")
 
     @property
     def num_gaps(self) -> int:
@@ -146,6 +220,18 @@ class Pods:
             elif pod.endpoint != endpoint:
                 pod.endpoint = endpoint
                 self._renew(pod)
+        self._serve()
+
+    def _serve(self) -> None:
+        """Note the models that the pods serve now."""
+        by_name: dict[str, list[WorkerId]] = {}
+        adapters: set[str] = set()
+        for pod in self._pods.values():
+            adapters |= pod.contents.names.adapters | set(pod.models.adapters)
+            for name in (*pod.models.names, *pod.models.adapters):
+                by_name.setdefault(name, []).append(pod.worker)
+        workers = {name: tuple(found) for name, found in by_name.items()}
+        self.served = Served(frozenset(adapters), MappingProxyType(workers), len(self._pods))
 
     def _follow(self, endpoint: Endpoint) -> None:
         if len(self._pods) >= self._max_pods:
@@ -183,46 +269,72 @@ class Pods:
     async def _scrape(self, pod: _Pod) -> None:
         while True:
             began = asyncio.get_running_loop().time()
-            failure = await self._ask(pod)
-            if failure != pod.failure:
-                log.log(
-                    logging.WARNING if failure else logging.INFO,
-                    "metrics of %s: %s",
-                    pod.worker,
-                    failure or "they are there",
-                )
-                pod.failure = failure
+            pod.failure = await self._ask(pod)
             self._tried.add(pod.endpoint.address)
+            if (knowledge := self.knowledge(pod)) != pod.knowledge:
+                pod.knowledge = knowledge
+                level = logging.WARNING if knowledge.state == "blind" else logging.INFO
+                reason = f": {knowledge.reason}" if knowledge.reason else ""
+                log.log(level, "cache of %s: %s%s", pod.worker, knowledge.state.upper(), reason)
             took = asyncio.get_running_loop().time() - began
             await asyncio.sleep(max(0.01, self._limits.scrape_s - took))
 
     async def _ask(self, pod: _Pod) -> str:
-        """Ask for the metrics; returns what went wrong."""
-        url = f"http://{pod.endpoint.address}/metrics"
-        text = bytearray()
+        """Ask for the metrics, and sometimes for the models; returns what went wrong."""
         try:
-            async with (
-                asyncio.timeout(SCRAPE_TIMEOUT_S),
-                self._client.stream("GET", url) as answer,
-            ):
-                if answer.status_code != 200:
-                    return f"status {answer.status_code}"
-                async for part in answer.aiter_bytes():
-                    text += part
-                    if len(text) > MAX_NBYTES:
-                        return f"more than {MAX_NBYTES} bytes"
-        except (httpx.HTTPError, OSError, TimeoutError) as error:
-            return f"{type(error).__name__} {error}".strip()
-        report = read_metrics(text.decode("utf-8", "replace"))
-        if report is None:
-            return "they have no vllm:num_requests_waiting"
-        if report.block_size not in (None, self._limits.block_size):
-            return (
-                f"block size {report.block_size}, the picker's block_size={self._limits.block_size}"
-            )
+            async with asyncio.timeout(SCRAPE_TIMEOUT_S):
+                status, text = await self._get(pod, "/metrics")
+                if status not in (200, 404):
+                    return f"/metrics: status {status}"
+                report = read_metrics(text) if status == 200 else NO_REPORT
+                before = pod.report
+                is_same = before is not None and (before.started_at, before.model) == (
+                    report.started_at,
+                    report.model,
+                )
+                if not is_same or pod.looks % MODELS_EVERY == 0:
+                    status, text = await self._get(pod, "/v1/models")
+                    found = read_models(text) if status == 200 else PodModels()
+                    self._learn(pod, found, report)
+        except httpx.ConnectError as error:
+            self._close(pod)
+            return f"it does not listen: {error}"
+        except (httpx.HTTPError, OSError, TimeoutError, ValueError) as error:
+            return f"/metrics: {type(error).__name__} {error}".strip()
+        pod.looks += 1
         pod.report = report
         self._renew(pod)
         return ""
+
+    async def _get(self, pod: _Pod, path: str) -> tuple[int, str]:
+        """Status and text. Raises ValueError if there is too much of it."""
+        body = bytearray()
+        async with self._client.stream("GET", f"http://{pod.endpoint.address}{path}") as answer:
+            async for part in answer.aiter_bytes():
+                body += part
+                if len(body) > MAX_NBYTES:
+                    raise ValueError(f"more than {MAX_NBYTES} bytes")
+        return answer.status_code, body.decode("utf-8", "replace")
+
+    def _learn(self, pod: _Pod, found: PodModels, report: PodReport) -> None:
+        """The pod serves these; where it does not list them, what its metrics name."""
+        if not found.names and report.model is not None:
+            found = found._replace(names=(report.model,))
+        found = found._replace(adapters=tuple({*found.adapters, *report.adapters}))
+        if pod.models.names and found.names != pod.models.names:
+            log.warning("%s serves %s now, not %s", pod.worker, found.names, pod.models.names)
+        pod.models = found
+        self._serve()
+
+    def _close(self, pod: _Pod) -> None:
+        """Nothing listens there: its process is over, and so are its cache and its requests."""
+        if pod.report is None:
+            return
+        pod.report = None
+        for request in self._router.detach_worker(pod.worker, pod.contents.incarnation):
+            self._router.free(request)
+        pod.contents.incarnation = Incarnation(0)  # what it holds next is a life of its own
+        log.warning("endpoint %s does not listen: it gets no new requests", pod.worker)
 
     def _renew(self, pod: _Pod) -> None:
         """Renew the pod's lease by its last report."""
@@ -230,7 +342,7 @@ class Pods:
         if report is None:
             return
         contents = pod.contents
-        contents.names.max_blocks = (report.num_blocks or self._limits.num_blocks) + SLACK_BLOCKS
+        contents.names.max_blocks = self._num_blocks(report) + SLACK_BLOCKS
         is_new = contents.incarnation != report.incarnation
         held = contents.begin_life(Incarnation(report.incarnation)) if is_new else []
         self._router.on_lease(self._lease(pod, report))
@@ -240,7 +352,7 @@ class Pods:
 
     def _lease(self, pod: _Pod, report: PodReport) -> Lease:
         contents, limits = pod.contents, self._limits
-        num_blocks = report.num_blocks or limits.num_blocks
+        num_blocks = self._num_blocks(report)
         load = Load(
             rows=report.running,
             waiting=report.waiting,
@@ -256,12 +368,19 @@ class Pods:
             block_size=limits.block_size,
             num_blocks=num_blocks,
             max_rows=limits.max_rows,
-            max_model_len=0,
+            max_model_len=pod.models.max_model_len,
             next_seq=contents.next_seq,
-            kv_events=contents.order.is_whole,
+            kv_events=contents.order.is_whole and report.block_size in (None, limits.block_size),
             load=load,
             is_draining=pod.endpoint.is_draining,
         )
+
+    def _num_blocks(self, report: PodReport) -> int:
+        """The pod's KV memory in blocks of the router's size."""
+        size = self._limits.block_size
+        if report.num_blocks is None:
+            return self._limits.num_blocks
+        return max(1, report.num_blocks * (report.block_size or size) // size)
 
     def _arrived(self, pod: _Pod, arrival: Arrival) -> None:
         events = pod.contents.take(arrival)

@@ -5,15 +5,15 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from threading import get_ident
 from typing import Any
 
 import grpc
 import httpx
 import pytest
 
+from mallee.actors.front.front import Front
 from mallee.actors.front.picker.picker import Picker
-from mallee.actors.front.pods.pods import Pods
+from mallee.actors.front.pods.endpoints import Endpoint
 from mallee.protocol.errors import ConfigError
 from mallee.runtime.addresses import free_port
 from mallee.runtime.tasks import Tasks
@@ -220,23 +220,23 @@ async def test_a_decision_that_takes_too_long_is_left_to_the_proxy(
         assert picker.failure is None
 
 
-async def test_the_thread_that_reads_a_long_body_is_told_of_adapters_by_the_loop(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Pods come and go on the loop: who looks at them elsewhere meets a dict that changes."""
-    seen: list[int] = []
-    look = Pods.adapters.fget
-    assert look is not None
-
-    def adapters(pods: Pods) -> frozenset[str]:
-        seen.append(get_ident())
-        return look(pods)
-
-    monkeypatch.setattr(Pods, "adapters", property(adapters))
-    async with scene(1) as (_, _, proxy):
-        for num_tokens in (100, 5000):
-            assert (await proxy.ask(prompt(0, num_tokens))).status == 0
-    assert seen == [get_ident()] * 2
+async def test_pods_join_and_leave_while_bodies_are_read() -> None:
+    """Threads read what the pods serve as it was: the loop puts another value in its place."""
+    raw = json.dumps(prompt(0, 20_000)).encode()
+    async with scene(1) as (found, picker, proxy):
+        pods, before = picker.pods, picker.pods.served
+        reading = [
+            asyncio.create_task(asyncio.to_thread(picker.read, {":path": "/v1/completions"}, raw))
+            for _ in range(8)
+        ]
+        others = [Endpoint(f"127.0.0.1:{port}") for port in range(1, 200)]
+        while not all(task.done() for task in reading):
+            for num in (len(others), 0):
+                pods.update([Endpoint(found[0].address), *others[:num]])
+                await asyncio.sleep(0)
+        assert {len(task.result().hashes) for task in reading} == {20_000 // 16}
+        assert before.num_pods == 1
+        assert (await proxy.ask(prompt(0, 5000))).status == 0
 
 
 async def test_a_pod_that_falls_silent_gets_nothing_until_it_speaks_again() -> None:
@@ -361,7 +361,7 @@ async def test_pickers_count_each_others_requests_and_agree(
 ) -> None:
     """X21: active and active: what one sends is load and prefix to the other, and ends with it."""
     hub = LocalHub()
-    monkeypatch.setattr(f"{Picker.__module__}.NatsBus", lambda *_, **__: LocalBus(hub))
+    monkeypatch.setattr(f"{Front.__module__}.NatsBus", lambda *_, **__: LocalBus(hub))
     async with pods(2) as found:
         url = "nats://127.0.0.1:1"  # nothing is there, and nothing is asked
         config = picker_config([pod.address for pod in found], nats_url=url, fleet="test")

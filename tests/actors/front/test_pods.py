@@ -8,11 +8,10 @@ import pytest
 
 from mallee.actors.front.pods.endpoints import (
     Endpoint,
-    FileEndpoints,
-    StaticEndpoints,
-    checked_address,
+    ListedEndpoints,
+    checked_target,
 )
-from mallee.actors.front.pods.metrics import read_metrics
+from mallee.actors.front.pods.metrics import NO_REPORT, read_metrics
 from mallee.protocol.errors import ConfigError
 from support.waiting import elapse, until
 
@@ -37,7 +36,7 @@ process_start_time_seconds 1.7000000005e+09
 def test_a_page_of_vllms_metrics_is_read() -> None:
     """Sums over its engines, labels with quotes in them, numbers as Prometheus writes them."""
     report = read_metrics(PAGE)
-    assert report is not None
+    assert report.is_vllm
     assert (report.running, report.waiting, report.kv_usage) == (5, 5, 0.5)
     assert (report.block_size, report.num_blocks) == (32, 7000)
     assert report.mean_prompt_tokens == 500
@@ -53,23 +52,26 @@ def test_what_a_pod_does_not_say_is_not_made_up() -> None:
         'vllm:cache_config_info{num_gpu_blocks="None"} 1',
     )
     report = read_metrics("\n".join(lines))
-    assert report is not None
     assert (report.kv_usage, report.num_blocks, report.block_size) == (0.5, None, None)
     assert report.incarnation == 1
-    assert read_metrics("go_goroutines 7\n") is None
-    nonsense = "vllm:num_requests_waiting NaN\nvllm:num_requests_waiting -3\n{}{}{\n"
-    assert read_metrics(nonsense) is None
+    assert read_metrics("go_goroutines 7\n") == NO_REPORT
+    nonsense = "vllm:num_requests_waiting NaN\nvllm:num_requests_waiting -3\n{}{}{}\n"
+    assert read_metrics(nonsense) == NO_REPORT
 
 
-@pytest.mark.parametrize("address", ["pod:80", "10.0.0.1", "10.0.0.1:0", "10.0.0.1:99999", 7, ""])
-def test_addresses_are_ip_and_port_and_others_are_refused_by_name(address: object) -> None:
-    for sound in ("10.0.0.1:8000", "[fd00::1]:80"):
-        assert checked_address(sound) == sound
+@pytest.mark.parametrize(
+    "address",
+    ["10.0.0.1", "10.0.0.1:0", "10.0.0.1:99999", "https://a:1", "http://a:1/v1", "a b:1", 7, ""],
+)
+def test_addresses_are_host_and_port_and_others_are_refused_by_name(address: object) -> None:
+    for sound in ("10.0.0.1:8000", "[fd00::1]:80", "pod-1.models:80"):
+        for written in (sound, f"http://{sound}", f"http://{sound}/"):
+            assert checked_target(written).address == sound
         assert f"{Endpoint(sound).host}:{sound.rpartition(':')[2]}" == sound
-    with pytest.raises(ConfigError, match="give ip:port"):
-        checked_address(address)
+    with pytest.raises(ConfigError, match="give ip:port or host:port"):
+        checked_target(address)
     with pytest.raises(ConfigError):
-        StaticEndpoints([address])  # type: ignore[list-item]
+        ListedEndpoints([address])  # type: ignore[list-item]
 
 
 async def test_a_file_of_endpoints_is_followed_and_a_broken_one_changes_nothing(
@@ -82,13 +84,13 @@ async def test_a_file_of_endpoints_is_followed_and_a_broken_one_changes_nothing(
     def note(endpoints: Sequence[Endpoint]) -> None:
         seen.append([each.address for each in endpoints])
 
-    source = FileEndpoints(file, look_s=0.01)
+    source = ListedEndpoints(file, look_s=0.01)
     task = asyncio.create_task(source.follow(note))
     await until(lambda: seen == [["10.0.0.1:80"]])
     file.write_text("[10.0.0.1:80, 10.0.0.2:80]")  # YAML reads such as text: 10.0.0.2:80
     await until(lambda: len(seen) == 2)
     assert seen[1] == ["10.0.0.1:80", "10.0.0.2:80"]
-    for broken in ("- pod:80", "a: b", "{"):
+    for broken in ("- pod", "a: b", "{"):
         caplog.clear()
         file.write_text(broken)
         await until(lambda: "stay as they were" in caplog.text)
@@ -99,4 +101,4 @@ async def test_a_file_of_endpoints_is_followed_and_a_broken_one_changes_nothing(
     await until(lambda: seen[-1] == [])
     task.cancel()
     with pytest.raises(ConfigError, match="No such file"):
-        FileEndpoints(tmp_path / "none")
+        ListedEndpoints(tmp_path / "none")

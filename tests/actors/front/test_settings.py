@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from mallee.actors.front.picker.config import PickerConfig
 from mallee.cli.main import cli
-from mallee.cli.serving.picker import make_picker_config
+from mallee.cli.serving.fronts import make_front_config
 from mallee.protocol.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
@@ -48,7 +48,7 @@ def test_wrong_settings_are_refused_by_name(
     file = tmp_path / "picker.yaml"
     file.write_text(json.dumps(values))
     with pytest.raises(ConfigError, match=re.escape(said)) as error:
-        make_picker_config(file, None, {})
+        make_front_config(PickerConfig, "picker", file, None, {})
     assert "u:p" not in str(error.value)
 
 
@@ -56,12 +56,13 @@ def test_options_win_over_assignments_and_those_over_the_file(tmp_path: Path) ->
     file = tmp_path / "picker.yaml"
     file.write_text("{pool: one, fallbacks: 5, routing: {policy: cost}, scrape_s: 3}")
     options = {"--pool": ("pool", "three"), "--namespace": ("namespace", None)}
-    found = make_picker_config(file, ["pool=two", "routing.policy=random", "scrape_s=2"], options)
+    assigned = ["pool=two", "routing.policy=random", "scrape_s=2"]
+    found = make_front_config(PickerConfig, "picker", file, assigned, options)
     assert (found.pool, found.fallbacks, found.scrape_s) == ("three", 5, 2)
     assert found.routing.policy == "random"
 
 
 def test_the_command_says_what_is_wrong_in_a_line() -> None:
-    outcome = CliRunner().invoke(cli, ["picker", "--endpoint", "pod:80"])
+    outcome = CliRunner().invoke(cli, ["picker", "--endpoint", "pod"])
     assert isinstance(outcome.exception, ConfigError)
-    assert "give ip:port" in str(outcome.exception)
+    assert "give ip:port or host:port" in str(outcome.exception)

@@ -1,0 +1,40 @@
+"""The metrics of a router that forwards requests, beside those of every front."""
+
+from typing import Final, Literal, TypeAlias, get_args
+
+from mallee.actors.front.counts import FrontCounts
+from mallee.runtime.telemetry.families import Label
+
+End: TypeAlias = Literal["answered", "refused", "cut", "client_gone"]
+ENDS: Final = get_args(End)
+
+
+class ProxyCounts(FrontCounts):
+    """The metrics of one router."""
+
+    def __init__(self) -> None:
+        super().__init__("router", "Routers before vLLM")
+        ended = self.area.counter(
+            "mallee_router_requests_total",
+            "Requests by their end: a whole answer, an error of the router's, an answer that broke, or"
+            " a client that left.",
+            Label("end", ENDS),
+        )
+        self._ended = {end: ended.labels(end) for end in ENDS}
+        self._retries = self.area.counter(
+            "mallee_router_retries_total", "Requests sent to another backend before any answer."
+        )
+        self._denied = self.area.counter(
+            "mallee_router_denied_total",
+            "Requests refused before a backend was chosen, by status.",
+            Label("status", most=16),
+        )
+
+    def ended(self, end: End) -> None:
+        self._ended[end].inc()
+
+    def retried(self) -> None:
+        self._retries.inc()
+
+    def denied(self, status: int) -> None:
+        self._denied.labels(str(status)).inc()

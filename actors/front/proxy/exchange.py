@@ -1,0 +1,373 @@
+"""One request and its answer, between a client's connection and a backend's.
+
+The request is whole when an exchange begins, so that it can be sent again: to another backend while nothing
+of an answer has come, after a refused or broken connection or a 503. An answer's head is kept until there is
+a piece of its body: a backend that dies while it computes the prompt has said nothing yet. From then on the
+answer is the client's, and one that breaks is cut so that the client sees it.
+
+An exchange sees the answer's bytes (`on_body`), has the request (`request`) and can open another connection
+(`_go_to`): an answer that breaks in its middle arrives at `_broke`.
+"""
+
+import logging
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Final, Protocol
+
+from mallee.actors.front.placement import Refusal
+from mallee.actors.front.prompts import (
+    AT_ONCE_NBYTES,
+    OBJECTIVE_HEADERS,
+    SESSION_HEADERS,
+    Prompt,
+    cached_tokens,
+)
+from mallee.actors.front.proxy.backends import Backend, Backends
+from mallee.actors.front.proxy.messages import (
+    CHUNKED,
+    CLOSE,
+    END,
+    KEEP,
+    OF_REQUESTS,
+    Line,
+    end_to_end,
+)
+from mallee.protocol.ids import RequestId
+
+log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from mallee.actors.front.front import Front
+    from mallee.actors.front.proxy.counts import ProxyCounts
+
+TAIL_PIECES: Final = 4
+TAIL_NBYTES: Final = 4096  # of an answer, with the usage in it
+TOUCH_S: Final = 60.0  # between two signs of life of a long answer's booking
+RETRY_AFTER_S: Final = 1
+_OF_PROMPTS: Final = frozenset(name.encode() for name in (*SESSION_HEADERS, *OBJECTIVE_HEADERS))
+
+
+class Request:
+    """One request of a client, whole when its exchange begins."""
+
+    __slots__ = ("body", "is_http10", "keeps", "lines", "method", "target")
+
+    def __init__(self) -> None:
+        self.method = b""
+        self.target = b""
+        self.lines: list[Line] = []
+        self.body = b""
+        self.is_http10 = False
+        self.keeps = False  # the client wants to go on with its connection
+
+    def message(self) -> bytes:
+        """The request as a backend gets it."""
+        lines = end_to_end(self.lines, OF_REQUESTS)
+        names = {name for name, _, _ in self.lines}
+        if b"content-length" not in names and (self.body or b"transfer-encoding" in names):
+            lines.append(b"content-length: %d\r\n" % len(self.body))
+        if b"host" not in names:
+            lines.append(b"host: backend\r\n")  # HTTP/1.0 has none
+        first = b"".join((self.method, b" ", self.target, b" HTTP/1.1\r\n"))
+        return b"".join((first, *lines, b"\r\n", self.body))
+
+
+class Client(Protocol):
+    """The connection that an exchange answers."""
+
+    is_paused: bool
+
+    def write(self, data: bytes) -> None: ...
+
+    def refuse(self, refusal: Refusal) -> None:
+        """Answer with an error of our own; the exchange is over."""
+        ...
+
+    def finished(self, *, keeps: bool) -> None:
+        """The answer is whole."""
+        ...
+
+    def cut(self) -> None:
+        """Close so that the client sees that the answer is not whole."""
+        ...
+
+
+class Relay(Protocol):
+    """All that exchanges share."""
+
+    front: "Front"
+    backends: Backends
+    counts: "ProxyCounts"
+    retries: int
+    silence_s: float
+    now: float
+    is_draining: bool
+
+
+class Exchange:
+    """One request under way. Ends with one call of the client's `refuse`, `finished` or `cut`, or with it."""
+
+    __slots__ = (
+        "_address",
+        "_backend",
+        "_has_begun",
+        "_head",
+        "_heard_at",
+        "_is_chunked",
+        "_is_over",
+        "_keeps",
+        "_message",
+        "_prompt",
+        "_reason",
+        "_relay",
+        "_tail",
+        "_touched_at",
+        "_tried",
+        "client",
+        "id",
+        "method",
+        "request",
+        "status",
+    )
+
+    def __init__(self, relay: Relay, client: Client, request: Request, name: RequestId) -> None:
+        self._relay = relay
+        self.client = client
+        self.request = request
+        self.id = name
+        self.method = request.method
+        self.status = 0
+        self._message = b""
+        self._prompt: Prompt | None = None
+        self._address = self._reason = ""
+        self._tried: list[str] = []
+        self._backend: Backend | None = None
+        self._head = b""  # kept until there is a body
+        self._has_begun = False  # the client has bytes of the answer
+        self._is_chunked = False
+        self._keeps = request.keeps
+        self._is_over = False
+        self._tail: deque[bytes] = deque(maxlen=TAIL_PIECES)
+        self._heard_at = self._touched_at = relay.now
+
+    def begin(self) -> None:
+        """Read the prompt and go on: in a thread with a long one."""
+        self._message = self.request.message()
+        headers = {
+            name.decode(): value.decode("latin-1")
+            for name, value, _ in self.request.lines
+            if name in _OF_PROMPTS
+        }
+        headers[":path"] = self.request.target.decode("latin-1")
+        front, body, began = self._relay.front, self.request.body, time.perf_counter()
+        if len(body) > AT_ONCE_NBYTES:
+            front.tasks.spawn(self._read(headers, began))
+            return
+        try:
+            self._placed(front.read(headers, body), began)
+        except Exception:  # event pump: one request's fault must not end the others
+            self._fault()
+
+    async def _read(self, headers: dict[str, str], began: float) -> None:
+        try:
+            prompt = await self._relay.front.read_aside(headers, self.request.body)
+            if not self._is_over:
+                self._placed(prompt, began)
+        except Exception:  # event pump: as above
+            self._fault()
+
+    def _fault(self) -> None:
+        """A bug of ours."""
+        log.exception("a request could not be placed")
+        if not self._is_over:
+            self._refuse(Refusal(500, "internal_error", "the router failed"))
+
+    def _placed(self, prompt: Prompt, began: float) -> None:
+        if not self.request.body:
+            prompt = prompt._replace(max_tokens=1)
+        self._prompt = prompt
+        outcome = self._place("")
+        counts = self._relay.counts
+        counts.decided(outcome, time.perf_counter() - began)
+
+    def _place(self, failure: str) -> str:
+        """Choose a backend that was not tried, and go to it; returns the outcome.
+
+        `failure`: of the one that was tried last.
+        """
+        front, prompt = self._relay.front, self._prompt
+        assert prompt is not None
+        among = front.pods.served.of(prompt.model)
+        if self._tried:
+            known = among or [view.worker for view in front.router.workers()]
+            among = tuple(each for each in known if each not in self._tried)
+        picked = front.placement.pick(self.id, prompt, among)
+        if isinstance(picked, Refusal):
+            if failure:
+                message = f"{failure}, and no other backend is ready"
+                picked = Refusal(502, "backend_failed", message, RETRY_AFTER_S)
+            self._refuse(picked)
+            return str(picked.status)
+        if not self._tried:
+            self._relay.counts.picked(len(prompt.hashes), picked.overlap_blocks)
+        self._address, self._reason = picked.endpoints[0], picked.reason
+        self._go_to(self._address)
+        return "picked"
+
+    def _go_to(self, address: str) -> None:
+        """Ask the backend at `address`, on a connection that is there or on a new one."""
+        kept = self._relay.backends.take(address)
+        if kept is not None:
+            self._ask(kept)
+        else:
+            self._relay.front.tasks.spawn(self._connect(address))
+
+    async def _connect(self, address: str) -> None:
+        backends = self._relay.backends
+        try:
+            backend = await backends.connect(address)
+        except (OSError, TimeoutError) as error:
+            if not self._is_over:
+                self._failed(str(error) or "no connection in time")
+            return
+        if self._is_over:
+            backends.keep(backend)
+        else:
+            self._ask(backend)
+
+    def _ask(self, backend: Backend) -> None:
+        self._backend = backend
+        self._heard_at = self._relay.now
+        if self.client.is_paused:
+            backend.pause(True)
+        backend.send(self, self._message)
+
+    # From the backend
+
+    def on_answer(self, status: int, phrase: bytes, lines: list[Line], framing: str) -> bool:
+        if status == 503 and self._may_retry():
+            self._backend = None
+            self._failed("it answers 503")
+            return False
+        self.status = status
+        is_old, is_open = self.request.is_http10, framing in ("chunked", "")
+        self._is_chunked = is_open and not is_old
+        if (is_open and is_old) or self._relay.is_draining:
+            self._keeps = False
+        worker, reason = self._address.encode(), self._reason.encode()
+        ours = b"x-mallee-worker: %b\r\nx-mallee-reason: %b\r\n" % (worker, reason)
+        connection = (KEEP if is_old else b"") if self._keeps else CLOSE
+        first = b"HTTP/1.1 %d %b\r\n" % (status, phrase)
+        own = CHUNKED if self._is_chunked else b""
+        self._head = b"".join((first, *end_to_end(lines), own, ours, connection, b"\r\n"))
+        return True
+
+    def on_body(self, data: bytes, *, ends: bool) -> None:
+        self._heard_at = self._relay.now
+        if not self._has_begun:
+            if not data and not ends:
+                return
+            self._has_begun = True
+            self._relay.front.placement.first_token(self.id)
+            out, self._head = self._head, b""
+        else:
+            out = b""
+        if self._is_chunked:
+            if data:
+                out = b"%b%x\r\n%b\r\n" % (out, len(data), data)
+            if ends:
+                out += END
+        else:
+            out += data
+        if out:
+            self.client.write(out)
+        if data:
+            self._tail.append(data)
+        if ends:
+            self._finish()
+
+    def on_lost(self, reason: str) -> None:
+        backend, self._backend = self._backend, None
+        if self._has_begun:
+            self._broke(reason)
+        elif backend is not None and not backend.is_fresh:
+            # It was kept, and the backend ended it when the request was on its way.
+            self._relay.front.tasks.spawn(self._connect(self._address))
+        else:
+            self._failed(reason)
+
+    # From the client and the clock
+
+    def pause(self, wanted: bool) -> None:
+        """The client can't take more for now, or can again."""
+        if self._backend is not None:
+            self._backend.pause(wanted)
+
+    def abandon(self) -> None:
+        """The client is gone: so is the request, at the backend too."""
+        if not self._is_over:
+            self._relay.counts.ended("client_gone")
+            self._end()
+
+    def sweep(self) -> None:
+        """Look whether the backend has been silent for too long."""
+        relay = self._relay
+        if relay.now > self._heard_at + relay.silence_s and self._backend is not None:
+            backend, self._backend = self._backend, None
+            backend.abort()
+            reason = f"{self._address} has sent nothing for {relay.silence_s:g} s"
+            if self._has_begun:
+                self._broke(reason)
+            else:
+                self._refuse(Refusal(504, "backend_silent", reason, RETRY_AFTER_S))
+        elif relay.now > self._touched_at + TOUCH_S:
+            self._touched_at = relay.now
+            relay.front.router.touch(self.id)
+
+    # Ends
+
+    def _may_retry(self) -> bool:
+        tried = {*self._tried, self._address}
+        if len(self._tried) >= self._relay.retries:
+            return False
+        return any(view.worker not in tried for view in self._relay.front.router.workers())
+
+    def _failed(self, reason: str) -> None:
+        """Nothing of an answer has come: try another backend."""
+        failure = f"backend {self._address}: {reason}"
+        log.warning("%s", failure)
+        self._relay.front.placement.free(self.id)
+        self._head = b""
+        if len(self._tried) >= self._relay.retries:
+            self._refuse(Refusal(502, "backend_failed", failure, RETRY_AFTER_S))
+            return
+        self._tried.append(self._address)
+        self._relay.counts.retried()
+        self._place(failure)
+
+    def _broke(self, reason: str) -> None:
+        """The answer can't go on: the client must see that it is not whole."""
+        log.warning("backend %s: an answer broke: %s", self._address, reason)
+        self._relay.counts.ended("cut")
+        self._end()
+        self.client.cut()
+
+    def _refuse(self, refusal: Refusal) -> None:
+        self._relay.counts.ended("refused")
+        self._end()
+        self.client.refuse(refusal)
+
+    def _finish(self) -> None:
+        self._backend = None  # it is kept already
+        cached = cached_tokens(b"".join(self._tail)[-TAIL_NBYTES:])
+        if cached is not None:
+            self._relay.front.placement.observe_hit(self.id, cached)
+        self._relay.counts.ended("answered")
+        self._end()
+        self.client.finished(keeps=self._keeps)
+
+    def _end(self) -> None:
+        self._is_over = True
+        backend, self._backend = self._backend, None
+        if backend is not None:
+            backend.abort()
+        self._relay.front.placement.free(self.id)

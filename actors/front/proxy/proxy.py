@@ -1,0 +1,142 @@
+"""A router that forwards requests itself: connections over a `Front`, and pages of its own."""
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from typing import ClassVar, Final
+
+import msgspec
+
+from mallee.actors.front.front import Front
+from mallee.actors.front.placement import Refusal
+from mallee.actors.front.proxy.backends import Backends
+from mallee.actors.front.proxy.client import ClientConnection
+from mallee.actors.front.proxy.config import ProxyConfig
+from mallee.actors.front.proxy.counts import ProxyCounts
+from mallee.actors.front.proxy.exchange import Request
+from mallee.actors.front.proxy.messages import Page, value_of
+from mallee.gateway.access.access import Access
+from mallee.protocol.errors import Unauthorized
+from mallee.runtime.addresses import listener
+from mallee.runtime.telemetry.families import CONTENT_TYPE, exposition
+
+SWEEP_S: Final = 0.25
+BACKLOG: Final = 1024
+
+
+class Proxy(Front):
+    """One router. Belongs to one event loop; use as an asynchronous context manager."""
+
+    kind: ClassVar = "router"
+
+    def __init__(self, config: ProxyConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """As `Front`. Raises MalleeError."""
+        self.counts: ProxyCounts = ProxyCounts()
+        super().__init__(config, self.counts, clock=clock)
+        self.config = config
+        self.front: Front = self
+        self.retries = config.retries
+        self.silence_s = config.silence_s
+        self.head_s, self.body_s = config.head_s, config.body_s
+        self.keep_alive_s = config.keep_alive_s
+        self.max_body_nbytes = config.max_body_mb << 20
+        self.max_buffered_nbytes = config.max_buffered_mb << 20
+        self.max_connections = config.max_requests
+        self.num_buffered = 0
+        self.connections: set[ClientConnection] = set()
+        self.is_draining = False
+        self.now = 0.0  # of the loop, as of the last sweep
+        self.port = 0
+        self.backends = Backends(config.connect_s, lambda: self.now)
+        self._access = Access(config.keys_path, os.environ)
+        self.tasks.include(self._access.tasks)
+        self._server: asyncio.Server | None = None
+
+    async def _open(self) -> None:
+        host, _, port = self.config.listen.rpartition(":")
+        host = host.strip("[]")
+        self._access.check_listening(host)
+        self._access.start_up()
+        loop = asyncio.get_running_loop()
+        self.now = loop.time()
+        self._server = await loop.create_server(
+            lambda: ClientConnection(self), sock=listener(host, int(port)), backlog=BACKLOG
+        )
+        self.port = self._server.sockets[0].getsockname()[1]
+        self.tasks.spawn(self._sweep())
+
+    async def _shut(self, drain_s: float) -> None:
+        self.is_draining = True
+        if self._server is not None:
+            self._server.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(drain_s):
+                while self.connections:  # they end by themselves
+                    for connection in list(self.connections):
+                        connection.close_if_idle()
+                    await asyncio.sleep(0.01)
+        for connection in list(self.connections):
+            connection.cut_off()
+        self.backends.close()
+        await self._access.close()
+
+    async def _sweep(self) -> None:
+        """Look at every connection now and then: a timer for each would cost more."""
+        loop = asyncio.get_running_loop()
+        while True:
+            self.now = loop.time()
+            for connection in list(self.connections):
+                connection.sweep()
+            self.backends.sweep()
+            await asyncio.sleep(SWEEP_S)
+
+    def admit(self, request: Request) -> Refusal | None:
+        """Refuses those without a key, where there are keys."""
+        if not self._access.has_keys or request.target == b"/router/health":
+            return None
+        try:
+            self._access.caller(_token(request), None)
+        except Unauthorized as error:
+            return Refusal(error.status, error.code, error.message)
+        return None
+
+    def page(self, request: Request) -> Page | Refusal:
+        """A page of our own: those beside the health are an operator's."""
+        path = request.target.partition(b"?")[0]
+        if path == b"/router/health":
+            return self._health()
+        if not self._access.is_operator(_token(request)):
+            return Refusal(403, "forbidden", "give an operator's key")
+        if path == b"/router/metrics":
+            self.counts.show(self.pods, self.router)
+            return Page(200, b"".join(exposition(self.counts.registry, "")), CONTENT_TYPE.encode())
+        if path == b"/router/backends":
+            views = [view._asdict() | view.knowledge._asdict() for view in self.pods.views()]
+            return Page(200, msgspec.json.encode({"backends": views}))
+        return Refusal(
+            404, "not_found", "pages here: /router/health, /router/metrics, /router/backends"
+        )
+
+    def _health(self) -> Page:
+        """200 while requests can be served."""
+        states: dict[str, int] = {}
+        for view in self.pods.views():
+            states[view.knowledge.state] = states.get(view.knowledge.state, 0) + 1
+        num_ready = len(self.router.workers())
+        is_well = self.is_ready and not self.is_draining and num_ready > 0
+        found = {
+            "status": "ok" if is_well else "unavailable",
+            "ready": num_ready,
+            "backends": states,
+        }
+        return Page(200 if is_well else 503, msgspec.json.encode(found))
+
+
+def _token(request: Request) -> str | None:
+    """The API key of a request, as OpenAI's or as Anthropic's clients send it."""
+    kind, _, token = value_of(request.lines, b"authorization").decode("latin-1").partition(" ")
+    if kind.lower() == "bearer" and token:
+        return token.strip()
+    return value_of(request.lines, b"x-api-key").decode("latin-1") or None
