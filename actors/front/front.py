@@ -13,11 +13,10 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, ClassVar, Final, Self
 
-import httpx
-
 from mallee.actors.build import build_router, freeze_heap, resolve, share_interpreter
 from mallee.actors.front.config import FrontConfig
 from mallee.actors.front.counts import FrontCounts
+from mallee.actors.front.http.backends import Backends
 from mallee.actors.front.placement import Placement
 from mallee.actors.front.pods.endpoints import Endpoint, EndpointSource, ListedEndpoints
 from mallee.actors.front.pods.kubernetes import PoolEndpoints, account_namespace, server_of
@@ -36,6 +35,7 @@ from mallee.runtime.tasks import Tasks
 if TYPE_CHECKING:
     import zmq.asyncio
 
+CONNECT_S: Final = 2.0  # for a connection to a pod
 DRAIN_S: Final = 30.0
 WATCH_S: Final = 0.5  # between two looks at what may have failed
 COUNT_S: Final = 0.5  # between two counts for the metrics
@@ -69,16 +69,11 @@ class Front:
         self.router = build_router(app, shared_as=self.name, clock=clock)
         self._reader = _reader(config)
         self._source = _source(config)
-        self._client = httpx.AsyncClient(
-            limits=httpx.Limits(
-                max_connections=app.worker_room + 16, max_keepalive_connections=None
-            ),
-            trust_env=False,
-        )
+        self.backends = Backends(CONNECT_S)
         self._context = _context(config)
         self.pods = Pods(
             self.router,
-            self._client,
+            self.backends,
             self._context,
             _limits(config),
             max_pods=app.worker_room,
@@ -162,7 +157,7 @@ class Front:
         if self._bus is not None:
             await self._bus.close()
         await self.pods.close()
-        await self._client.aclose()
+        self.backends.close()
         if self._end_metrics is not None:
             self._end_metrics()
         if self._context is not None:
@@ -201,6 +196,7 @@ class Front:
         """Count here what the thread of the metrics must not go through."""
         while True:
             self.counts.show(self.pods, self.router)
+            self.backends.sweep()
             await asyncio.sleep(COUNT_S)
 
 

@@ -35,7 +35,7 @@ NatsUrlOption: TypeAlias = Annotated[
     typer.Option("--nats-url", help="Broker by which several share their bookings."),
 ]
 _EXTRAS: Final = {"picker": "epp", "router": "router"}
-_NEEDED: Final = ("tokenizers", "jinja2", "nats", "pydantic", "yaml", "httpx")
+_NEEDED: Final = ("httptools", "tokenizers", "jinja2", "nats", "pydantic", "yaml", "httpx")
 
 
 def make_front_config(

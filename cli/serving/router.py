@@ -22,7 +22,7 @@ from mallee.cli.settings import SetOptions
 if TYPE_CHECKING:
     from mallee.actors.front.proxy.config import ProxyConfig
 
-_NEEDED = ("httptools",)
+_NEEDED = ("uvloop",)
 
 
 def router(

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias, get_args
 
-import httpx
-
+from mallee.actors.front.http.backends import Backends
 from mallee.actors.front.pods.endpoints import Endpoint
 from mallee.actors.front.pods.kv_events import Arrival, PodContents
 from mallee.actors.front.pods.metrics import (
@@ -124,7 +123,7 @@ class Pods:
     def __init__(
         self,
         router: Router,
-        client: httpx.AsyncClient,
+        backends: Backends,
         context: "zmq.asyncio.Context | None",
         limits: PodLimits,
         *,
@@ -133,7 +132,7 @@ class Pods:
     ) -> None:
         """`context`: of ZeroMQ, if pods publish events."""
         self._router = router
-        self._client = client
+        self._backends = backends
         self._context = context
         self._limits = limits
         self._max_pods = max_pods
@@ -296,10 +295,10 @@ class Pods:
                     status, text = await self._get(pod, "/v1/models")
                     found = read_models(text) if status == 200 else PodModels()
                     self._learn(pod, found, report)
-        except httpx.ConnectError as error:
+        except ConnectionRefusedError:
             self._close(pod)
-            return f"it does not listen: {error}"
-        except (httpx.HTTPError, OSError, TimeoutError, ValueError) as error:
+            return "nothing listens there"
+        except (OSError, TimeoutError) as error:
             return f"/metrics: {type(error).__name__} {error}".strip()
         pod.looks += 1
         pod.report = report
@@ -307,14 +306,10 @@ class Pods:
         return ""
 
     async def _get(self, pod: _Pod, path: str) -> tuple[int, str]:
-        """Status and text. Raises ValueError if there is too much of it."""
-        body = bytearray()
-        async with self._client.stream("GET", f"http://{pod.endpoint.address}{path}") as answer:
-            async for part in answer.aiter_bytes():
-                body += part
-                if len(body) > MAX_NBYTES:
-                    raise ValueError(f"more than {MAX_NBYTES} bytes")
-        return answer.status_code, body.decode("utf-8", "replace")
+        """Status and text. Raises OSError."""
+        address = pod.endpoint.address
+        status, body = await self._backends.fetch(address, path, most_nbytes=MAX_NBYTES)
+        return status, body.decode("utf-8", "replace")
 
     def _learn(self, pod: _Pod, found: PodModels, report: PodReport) -> None:
         """The pod serves these; where it does not list them, what its metrics name."""

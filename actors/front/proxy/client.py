@@ -6,9 +6,7 @@ from typing import Final, Protocol, cast
 
 import httptools
 
-from mallee.actors.front.placement import Refusal
-from mallee.actors.front.proxy.exchange import Exchange, Relay, Request
-from mallee.actors.front.proxy.messages import (
+from mallee.actors.front.http.messages import (
     CONTINUE,
     Page,
     line,
@@ -16,6 +14,8 @@ from mallee.actors.front.proxy.messages import (
     refusal_answer,
     value_of,
 )
+from mallee.actors.front.placement import Refusal
+from mallee.actors.front.proxy.exchange import Exchange, Relay, Request
 from mallee.protocol.ids import RequestId
 
 MAX_HEAD_NBYTES: Final = 64 << 10

@@ -27,8 +27,6 @@ class ProxyConfig(FrontConfig):
     """Longest time for all of a request."""
     keep_alive_s: Positive = Field(default=75.0, le=3600)
     """A client's connection without a request is closed after so long."""
-    connect_s: Positive = Field(default=2.0, le=60)
-    """Longest time for a connection to a backend; then another one is tried."""
     silence_s: Positive = Field(default=600.0, le=86_400)
     """Longest time in which a backend sends nothing of an answer."""
     retries: int = Field(default=2, ge=0, le=15)

@@ -14,16 +14,8 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Final, Protocol
 
-from mallee.actors.front.placement import Refusal
-from mallee.actors.front.prompts import (
-    AT_ONCE_NBYTES,
-    OBJECTIVE_HEADERS,
-    SESSION_HEADERS,
-    Prompt,
-    cached_tokens,
-)
-from mallee.actors.front.proxy.backends import Backend, Backends
-from mallee.actors.front.proxy.messages import (
+from mallee.actors.front.http.backends import Backend, Backends
+from mallee.actors.front.http.messages import (
     CHUNKED,
     CLOSE,
     END,
@@ -31,6 +23,14 @@ from mallee.actors.front.proxy.messages import (
     OF_REQUESTS,
     Line,
     end_to_end,
+)
+from mallee.actors.front.placement import Refusal
+from mallee.actors.front.prompts import (
+    AT_ONCE_NBYTES,
+    OBJECTIVE_HEADERS,
+    SESSION_HEADERS,
+    Prompt,
+    cached_tokens,
 )
 from mallee.protocol.ids import RequestId
 

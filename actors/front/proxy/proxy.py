@@ -10,13 +10,12 @@ from typing import ClassVar, Final
 import msgspec
 
 from mallee.actors.front.front import Front
+from mallee.actors.front.http.messages import Page, value_of
 from mallee.actors.front.placement import Refusal
-from mallee.actors.front.proxy.backends import Backends
 from mallee.actors.front.proxy.client import ClientConnection
 from mallee.actors.front.proxy.config import ProxyConfig
 from mallee.actors.front.proxy.counts import ProxyCounts
 from mallee.actors.front.proxy.exchange import Request
-from mallee.actors.front.proxy.messages import Page, value_of
 from mallee.gateway.access.access import Access
 from mallee.protocol.errors import Unauthorized
 from mallee.runtime.addresses import listener
@@ -49,7 +48,6 @@ class Proxy(Front):
         self.is_draining = False
         self.now = 0.0  # of the loop, as of the last sweep
         self.port = 0
-        self.backends = Backends(config.connect_s, lambda: self.now)
         self._access = Access(config.keys_path, os.environ)
         self.tasks.include(self._access.tasks)
         self._server: asyncio.Server | None = None
@@ -79,7 +77,6 @@ class Proxy(Front):
                     await asyncio.sleep(0.01)
         for connection in list(self.connections):
             connection.cut_off()
-        self.backends.close()
         await self._access.close()
 
     async def _sweep(self) -> None:
@@ -89,7 +86,6 @@ class Proxy(Front):
             self.now = loop.time()
             for connection in list(self.connections):
                 connection.sweep()
-            self.backends.sweep()
             await asyncio.sleep(SWEEP_S)
 
     def admit(self, request: Request) -> Refusal | None:

@@ -352,7 +352,7 @@ async def test_an_address_that_is_taken_is_named() -> None:
             failed = Picker(config)
             with pytest.raises(ConfigError, match=f"{taken}"):
                 await failed.__aenter__()
-            assert failed._client.is_closed
+            assert not failed.backends._idle
             assert not failed.tasks._tasks
 
 

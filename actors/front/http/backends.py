@@ -1,12 +1,11 @@
 """Connections to backends: one answer at a time on each, kept for the next request where HTTP allows it."""
 
 import asyncio
-from collections.abc import Callable
 from typing import Final, Protocol, cast
 
 import httptools
 
-from mallee.actors.front.proxy.messages import Line, line
+from mallee.actors.front.http.messages import Line, line
 
 IDLE_S: Final = 3.0  # a connection is kept for so long: vLLM's server ends it after 5 s
 MAX_IDLE: Final = 256  # of one backend
@@ -41,6 +40,7 @@ class Backend(asyncio.Protocol):
         "_head_nbytes",
         "_is_head_in",
         "_is_over",
+        "_keeps",
         "_lines",
         "_loop",
         "_parser",
@@ -73,6 +73,7 @@ class Backend(asyncio.Protocol):
         self._pieces: list[bytes] = []
         self._is_head_in = False
         self._is_over = False
+        self._keeps = False
         self._until_close = False
         self._head_nbytes = 0
 
@@ -143,11 +144,9 @@ class Backend(asyncio.Protocol):
 
     def _end(self) -> None:
         """The answer is whole: keep the connection for the next one."""
-        taker, self.taker = self.taker, None
+        self.taker = None
         self.pause(False)
-        # A parser goes on to wait for the body that the answer to a HEAD tells of.
-        is_head = taker is not None and taker.method == b"HEAD"
-        if self._parser.should_keep_alive() and not is_head and not self.transport.is_closing():
+        if self._keeps and not self.transport.is_closing():
             self.is_fresh = False
             self._begin()
             self._pool.keep(self)
@@ -188,6 +187,8 @@ class Backend(asyncio.Protocol):
         if not has_body:
             framing = "none"
         self._until_close = not framing
+        # A parser goes on to wait for the body that the answer to a HEAD tells of.
+        self._keeps = taker.method != b"HEAD" and self._parser.should_keep_alive()
         if not taker.on_answer(status, self._phrase, self._lines, framing):
             self.taker = None
             self.transport.abort()
@@ -206,15 +207,43 @@ class Backend(asyncio.Protocol):
             self._lines, self._phrase = [], b""
 
 
+class _Fetch:
+    """The taker of one answer that is wanted whole."""
+
+    method = b"GET"
+
+    def __init__(self, most_nbytes: int) -> None:
+        self._most_nbytes = most_nbytes
+        self._status = 0
+        self._body = bytearray()
+        self.done: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
+
+    def on_answer(self, status: int, phrase: bytes, lines: list[Line], framing: str) -> bool:
+        self._status = status
+        return True
+
+    def on_body(self, data: bytes, *, ends: bool) -> None:
+        self._body += data
+        if self.done.done():
+            return
+        if len(self._body) > self._most_nbytes:
+            self.done.set_exception(ConnectionError(f"more than {self._most_nbytes} bytes"))
+        elif ends:
+            self.done.set_result((self._status, bytes(self._body)))
+
+    def on_lost(self, reason: str) -> None:
+        if not self.done.done():
+            self.done.set_exception(ConnectionError(reason))
+
+
 class Backends:
     """The connections that are kept, by address. Belongs to one event loop.
 
     `connect_s`: the longest time for a new one.
     """
 
-    def __init__(self, connect_s: float, clock: Callable[[], float]) -> None:
+    def __init__(self, connect_s: float) -> None:
         self._connect_s = connect_s
-        self._clock = clock
         self._idle: dict[str, list[Backend]] = {}
 
     def take(self, address: str) -> Backend | None:
@@ -235,13 +264,32 @@ class Backends:
             )
         return backend
 
+    async def fetch(self, address: str, path: str, *, most_nbytes: int) -> tuple[int, bytes]:
+        """Status and body of a GET. Raises OSError, TimeoutError.
+
+        ConnectionRefusedError: nothing listens there.
+        """
+        while True:
+            backend = self.take(address) or await self.connect(address)
+            asked = _Fetch(most_nbytes)
+            backend.send(asked, f"GET {path} HTTP/1.1\r\nhost: {address}\r\n\r\n".encode())
+            was_fresh = backend.is_fresh
+            try:
+                return await asked.done
+            except ConnectionError:
+                if was_fresh:
+                    raise
+            finally:
+                if backend.taker is asked:  # not whole
+                    backend.abort()
+
     def keep(self, backend: Backend) -> None:
         """Nothing is under way on it."""
         idle = self._idle.setdefault(backend.address, [])
         if len(idle) >= MAX_IDLE:
             backend.transport.close()
         else:
-            backend.idle_since = self._clock()
+            backend.idle_since = asyncio.get_running_loop().time()
             idle.append(backend)
 
     def drop(self, backend: Backend) -> None:
@@ -252,7 +300,7 @@ class Backends:
 
     def sweep(self) -> None:
         """Close what nobody asked for a while."""
-        oldest = self._clock() - IDLE_S
+        oldest = asyncio.get_running_loop().time() - IDLE_S
         for address, idle in list(self._idle.items()):
             for backend in [each for each in idle if each.idle_since < oldest]:
                 idle.remove(backend)
