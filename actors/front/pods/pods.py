@@ -104,6 +104,7 @@ class _Pod:
     report: PodReport | None = None
     models: PodModels = NO_MODELS
     looks: int = 0
+    life: int = 1  # as its metrics told it last; a younger one has a larger number
     failure: str = NOT_ASKED
     knowledge: Knowledge | None = None  # as it was logged
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
@@ -338,8 +339,10 @@ class Pods:
             return
         contents = pod.contents
         contents.names.max_blocks = self._num_blocks(report) + SLACK_BLOCKS
-        is_new = contents.incarnation != report.incarnation
-        held = contents.begin_life(Incarnation(report.incarnation)) if is_new else []
+        if report.started_at is not None:
+            pod.life = report.incarnation
+        is_new = contents.incarnation != pod.life
+        held = contents.begin_life(Incarnation(pod.life)) if is_new else []
         self._router.on_lease(self._lease(pod, report))
         if is_new:
             self._on_join(pod.worker, contents.incarnation)

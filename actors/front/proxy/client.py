@@ -1,7 +1,11 @@
 """Connections of clients: requests parsed, bounded, and answered in their order."""
 
 import asyncio
+import socket
+import struct
 from collections import deque
+from collections.abc import Callable
+from enum import Enum
 from typing import Final, Protocol, cast
 
 import httptools
@@ -12,7 +16,6 @@ from mallee.actors.front.http.messages import (
     line,
     plain_answer,
     refusal_answer,
-    value_of,
 )
 from mallee.actors.front.placement import Refusal
 from mallee.actors.front.proxy.exchange import Exchange, Relay, Request
@@ -24,6 +27,14 @@ MAX_PIPELINED: Final = 8  # requests of a connection that wait; then nothing mor
 LINGER_S: Final = 2.0  # after a refusal, for a client that is still sending
 OWN_PATHS: Final = b"/router/"
 _BAD: Final = "bad_request"
+
+
+class Stage(Enum):
+    """The part of a request that comes next."""
+
+    IDLE = 0
+    HEAD = 1
+    BODY = 2
 
 
 class Hub(Relay, Protocol):
@@ -56,7 +67,6 @@ class ClientConnection(asyncio.Protocol):
         "_began",
         "_deadline",
         "_exchange",
-        "_has_head",
         "_head_nbytes",
         "_hub",
         "_is_closing",
@@ -67,21 +77,24 @@ class ClientConnection(asyncio.Protocol):
         "_pieces",
         "_queue",
         "_request",
+        "_stage",
         "_transport",
         "is_paused",
+        "write",
     )
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
         self._parser = httptools.HttpRequestParser(self)
         self._transport: asyncio.Transport
+        self.write: Callable[[bytes], None]
         self._queue: deque[Request | Refusal] = deque()
         self._exchange: Exchange | None = None
         self._request = Request()
         self._pieces: list[bytes] = []
         self._nbytes = 0  # of the body so far
         self._head_nbytes = 0
-        self._has_head = False
+        self._stage = Stage.IDLE
         self._is_closing = False  # nothing more is read
         self._is_held = False  # too many requests wait
         self._is_turning = False
@@ -93,6 +106,7 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
+        self.write = self._transport.write
         self._hub.connections.add(self)
         if len(self._hub.connections) > self._hub.max_connections:
             self._reject(503, "too_many_requests", "as many connections are open as may be", 1)
@@ -100,15 +114,15 @@ class ClientConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._is_closing:
             return
-        had_head = self._has_head
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
+            self._request.keeps = False
             self._is_closing = True  # what follows would be of another protocol
         except httptools.HttpParserError as error:
             if not self._is_closing:
                 self._reject(400, _BAD, f"no HTTP/1.1: {error}")
-        if not self._has_head and not had_head:
+        if self._stage is Stage.HEAD:
             self._head_nbytes += len(data)
             if self._head_nbytes > MAX_HEAD_NBYTES and not self._is_closing:
                 self._reject(
@@ -146,7 +160,7 @@ class ClientConnection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         self._request = Request()
-        self._has_head = False
+        self._stage = Stage.HEAD
         self._head_nbytes = 0
         self._began = self._hub.now
         self._deadline = self._began + self._hub.head_s
@@ -155,11 +169,11 @@ class ClientConnection(asyncio.Protocol):
         self._request.target += target
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._has_head:  # else a trailer
+        if self._stage is Stage.HEAD:  # else a trailer
             self._request.lines.append(line(name, value))
 
     def on_headers_complete(self) -> None:
-        self._has_head = True
+        self._stage = Stage.BODY
         if self._is_closing:
             return
         hub, request, parser = self._hub, self._request, self._parser
@@ -168,32 +182,31 @@ class ClientConnection(asyncio.Protocol):
         request.is_http10 = version == "1.0"
         request.keeps = parser.should_keep_alive()
         self._deadline = self._began + hub.body_s
-        refusal = self._refusal(version) or hub.admit(request)
+        values = {name: value for name, value, _ in request.lines}
+        refusal = self._refusal(version, values) or hub.admit(request)
         if refusal is not None:
             self._deny(refusal)
-        elif request.is_http10 or self._exchange is not None or self._queue:
-            return
-        elif value_of(request.lines, b"expect").lower() == b"100-continue":
+        elif b"expect" in values and not (request.is_http10 or self._exchange or self._queue):
             self._transport.write(CONTINUE)
 
-    def _refusal(self, version: str) -> Refusal | None:
+    def _refusal(self, version: str, values: dict[bytes, bytes]) -> Refusal | None:
         """The fault of a head, if it has one."""
-        request = self._request
-        names = [name for name, _, _ in request.lines]
+        request, num = self._request, len(self._request.lines)
         if version not in ("1.0", "1.1"):
             return Refusal(505, _BAD, f"HTTP/{version} is not spoken here")
-        if len(names) > MAX_LINES:
-            return Refusal(431, "head_too_large", f"give at most {MAX_LINES} header lines")
-        if names.count(b"host") > 1 or (b"host" not in names and not request.is_http10):
+        if num > MAX_LINES or sum(len(raw) for _, _, raw in request.lines) > MAX_HEAD_NBYTES:
+            message = f"give at most {MAX_LINES} header lines, and {MAX_HEAD_NBYTES} bytes"
+            return Refusal(431, "head_too_large", message)
+        is_twice = len(values) < num and sum(name == b"host" for name, _, _ in request.lines) > 1
+        if is_twice or (b"host" not in values and not request.is_http10):
             return Refusal(400, _BAD, "give one Host header")
-        if b"transfer-encoding" in names and (b"content-length" in names or request.is_http10):
+        if b"transfer-encoding" in values and (b"content-length" in values or request.is_http10):
             return Refusal(400, _BAD, "the body's length is told in two ways")
         if request.method == b"CONNECT":
             return Refusal(501, "not_implemented", "CONNECT is not forwarded")
-        if value_of(request.lines, b"upgrade").lower() == b"websocket":
+        if values.get(b"upgrade", b"").lower() == b"websocket":
             return Refusal(501, "not_implemented", "WebSockets are not forwarded")
-        length = value_of(request.lines, b"content-length")
-        if length and int(length) > self._hub.max_body_nbytes:
+        if int(values.get(b"content-length", 0)) > self._hub.max_body_nbytes:
             return self._too_large()
         return None
 
@@ -224,8 +237,7 @@ class ClientConnection(asyncio.Protocol):
         pieces.clear()
         self._nbytes = 0  # counted with the request
         self._queue.append(self._request)
-        self._has_head = False
-        self._head_nbytes = 0
+        self._stage = Stage.IDLE
         self._deadline = self._hub.now + self._hub.keep_alive_s
 
     # One request after the other
@@ -292,9 +304,6 @@ class ClientConnection(asyncio.Protocol):
 
     # From the exchange
 
-    def write(self, data: bytes) -> None:
-        self._transport.write(data)
-
     def refuse(self, refusal: Refusal) -> None:
         request = self._over()
         keeps = request.keeps and not self._is_closing and not self._hub.is_draining
@@ -306,10 +315,16 @@ class ClientConnection(asyncio.Protocol):
         self._over()
         self._go_on(keeps=keeps)
 
-    def cut(self) -> None:
+    def cut(self, *, is_framed: bool) -> None:
         self._over()
         self._is_closing = True
         self._queue.clear()
+        if is_framed:
+            self._transport.close()
+            return
+        sock = self._transport.get_extra_info("socket")
+        if sock is not None:  # reset: an end would look like that of the answer
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._transport.abort()
 
     def _over(self) -> Request:
@@ -333,7 +348,7 @@ class ClientConnection(asyncio.Protocol):
         if self._exchange is not None:
             self._exchange.sweep()
         elif self._hub.now > self._deadline:
-            if (self._has_head or self._head_nbytes) and not self._is_closing:
+            if self._stage is not Stage.IDLE and not self._is_closing:
                 self._reject(408, "request_timeout", "the request did not arrive in time")
             else:
                 self._transport.abort()

@@ -12,6 +12,7 @@ An exchange sees the answer's bytes (`on_body`), has the request (`request`) and
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Protocol
 
 from mallee.actors.front.http.backends import Backend, Backends
@@ -75,8 +76,7 @@ class Client(Protocol):
     """The connection that an exchange answers."""
 
     is_paused: bool
-
-    def write(self, data: bytes) -> None: ...
+    write: Callable[[bytes], None]
 
     def refuse(self, refusal: Refusal) -> None:
         """Answer with an error of our own; the exchange is over."""
@@ -86,8 +86,8 @@ class Client(Protocol):
         """The answer is whole."""
         ...
 
-    def cut(self) -> None:
-        """Close so that the client sees that the answer is not whole."""
+    def cut(self, *, is_framed: bool) -> None:
+        """Close so that the client sees that the answer is not whole: by its framing, or else by a reset."""
         ...
 
 
@@ -113,6 +113,7 @@ class Exchange:
         "_head",
         "_heard_at",
         "_is_chunked",
+        "_is_framed",
         "_is_over",
         "_keeps",
         "_message",
@@ -144,6 +145,7 @@ class Exchange:
         self._head = b""  # kept until there is a body
         self._has_begun = False  # the client has bytes of the answer
         self._is_chunked = False
+        self._is_framed = True  # the client knows where the answer ends
         self._keeps = request.keeps
         self._is_over = False
         self._tail: deque[bytes] = deque(maxlen=TAIL_PIECES)
@@ -251,6 +253,7 @@ class Exchange:
         self.status = status
         is_old, is_open = self.request.is_http10, framing in ("chunked", "")
         self._is_chunked = is_open and not is_old
+        self._is_framed = not (is_open and is_old)
         if (is_open and is_old) or self._relay.is_draining:
             self._keeps = False
         worker, reason = self._address.encode(), self._reason.encode()
@@ -349,7 +352,7 @@ class Exchange:
         log.warning("backend %s: an answer broke: %s", self._address, reason)
         self._relay.counts.ended("cut")
         self._end()
-        self.client.cut()
+        self.client.cut(is_framed=self._is_framed)
 
     def _refuse(self, refusal: Refusal) -> None:
         self._relay.counts.ended("refused")
