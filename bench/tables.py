@@ -1513,7 +1513,7 @@ SECTIONS = {
     ),
     "picker": Section(
         "Picker behind Envoy",
-        "python -m bench.picker",
+        "python -m bench.front.picker",
         "Stub vLLM pods, Envoy with one thread, pickers and clients, all on the same 2 cores; pickers"
         " predict caches. Hits are the cached tokens of growing conversations, as a share of those that"
         " could be. Requests a second and CPU are medians of five rounds by turns, while other work filled"

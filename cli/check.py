@@ -16,6 +16,7 @@ import typer
 
 from mallee.cli.options import JsonOption, require_serve_extra
 from mallee.cli.output import print_json
+from mallee.cli.serving.fronts import require_front
 from mallee.cli.settings import APP_PATH, S, parse_yaml, read_settings
 from mallee.protocol.errors import ConfigError, MalleeError
 
@@ -69,7 +70,10 @@ def check(
 
     Example: mallee check serve.yaml
     """
-    require_serve_extra(is_mocked=True)
+    if picker or router:
+        require_front("picker" if picker else "router", (), wants_events=False)
+    else:
+        require_serve_extra(is_mocked=True)
     faults, applications = find_faults(read_settings(file), is_picker=picker, is_router=router)
     for each in applications:
         if files:

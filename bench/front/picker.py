@@ -1,6 +1,6 @@
 """The endpoint picker behind a real Envoy: added latency, decisions a second, hits against round robin.
 
-    python -m bench.picker [--seconds 4] [--pods 4] [--conversations 30]
+    python -m bench.front.picker [--seconds 4] [--pods 4] [--conversations 30]
 
 Stub pods of vLLM in one process, `mallee picker` in one or two, Envoy with one thread, the clients here: all
 on this machine's cores. Envoy without a picker goes round robin. Prompts are token ids, so that no time is
@@ -78,7 +78,8 @@ class Client:
         if self._writer is None:
             self._reader, self._writer = await asyncio.open_connection(*self._where, limit=1 << 20)
         assert self._reader is not None
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(raw)}\r\n\r\n"
+        lines = "host: x\r\ncontent-type: application/json\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\n{lines}content-length: {len(raw)}\r\n\r\n"
         begin = time.perf_counter()
         self._writer.write(head.encode() + raw)
         found = (await self._reader.readuntil(b"\r\n\r\n")).decode().lower()

@@ -1,0 +1,1 @@
+"""Benches of the router in front of others' engines."""
