@@ -248,6 +248,10 @@ class Router:
         if self._fleet.slots.prefill_done(request, self._clock()) and self.outbox is not None:
             self.outbox.prefill_done(request)
 
+    def is_booked(self, request: RequestId) -> bool:
+        """Whether `request` is booked, or was until its worker was lost."""
+        return self._fleet.is_known(request)
+
     def touch(self, request: RequestId) -> None:
         """Renew the booking of a running request for another `booking_s`."""
         self._fleet.slots.touch(request, self._clock())

@@ -84,7 +84,7 @@ class PromptReader:
     def _tokens(self, path: str, body: dict[str, Any], scope: str) -> Tokens:
         """None of a body without a prompt, or with one that is not understood."""
         try:
-            if path.endswith("/completions") and not path.endswith("/chat/completions"):
+            if "prompt" in body and "messages" not in body:
                 return self._of_prompt(body.get("prompt"), scope)
             messages = _messages(path, body)
             return _NO_TOKENS if messages is None else self._of_messages(messages, body, scope)

@@ -19,13 +19,14 @@ from mallee.actors.front.http.messages import (
 )
 from mallee.actors.front.placement import Refusal
 from mallee.actors.front.proxy.exchange import Exchange, Relay, Request
+from mallee.actors.front.proxy.selection import RELEASE, SELECT, Selection, booking, named
 from mallee.protocol.ids import RequestId
 
 MAX_HEAD_NBYTES: Final = 64 << 10
 MAX_LINES: Final = 256
 MAX_PIPELINED: Final = 8  # requests of a connection that wait; then nothing more of it is read
 LINGER_S: Final = 2.0  # after a refusal, for a client that is still sending
-OWN_PATHS: Final = b"/router/"
+OWN_PATHS: Final = (b"/router/", RELEASE)
 _BAD: Final = "bad_request"
 
 
@@ -50,6 +51,8 @@ class Hub(Relay, Protocol):
     connections: "set[ClientConnection]"
 
     def new_id(self) -> RequestId: ...
+
+    def is_booked(self, name: RequestId) -> bool: ...
 
     def admit(self, request: Request) -> Refusal | None:
         """Whether the sender may ask."""
@@ -251,6 +254,8 @@ class ClientConnection(asyncio.Protocol):
             waiting = self._queue.popleft()
             if isinstance(waiting, Refusal):
                 self._answer_last(waiting)
+            elif waiting.target.startswith(SELECT):
+                self._select(waiting)
             elif waiting.target.startswith(OWN_PATHS):
                 self._hub.num_buffered -= len(waiting.body)
                 self._answer_own(waiting)
@@ -268,6 +273,21 @@ class ClientConnection(asyncio.Protocol):
     def _begin(self, request: Request) -> None:
         self._exchange = Exchange(self._hub, self, request, self._hub.new_id())
         self._exchange.begin()
+
+    def _select(self, request: Request) -> None:
+        found = named(request.body)
+        self._exchange = Selection(
+            self._hub,
+            self,
+            request,
+            booking(found.request_id) if found and found.request_id else self._hub.new_id(),
+            found.request_id if found else None,
+        )
+        if found is None or self._hub.is_booked(self._exchange.id):
+            message = "give a JSON object, and a request_id that is not booked"
+            self.refuse(Refusal(400, _BAD, message))
+        else:
+            self._exchange.begin()
 
     def _answer_own(self, request: Request) -> None:
         page = self._hub.page(request)

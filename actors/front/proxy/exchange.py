@@ -25,7 +25,7 @@ from mallee.actors.front.http.messages import (
     Line,
     end_to_end,
 )
-from mallee.actors.front.placement import Refusal
+from mallee.actors.front.placement import Picked, Refusal
 from mallee.actors.front.prompts import (
     AT_ONCE_NBYTES,
     OBJECTIVE_HEADERS,
@@ -159,7 +159,7 @@ class Exchange:
             for name, value, _ in self.request.lines
             if name in _OF_PROMPTS
         }
-        headers[":path"] = self.request.target.decode("latin-1")
+        headers[":path"] = self._path
         front, body, began = self._relay.front, self.request.body, time.perf_counter()
         if len(body) > AT_ONCE_NBYTES:
             front.tasks.spawn(self._read(headers, began))
@@ -168,6 +168,10 @@ class Exchange:
             self._placed(front.read(headers, body), began)
         except Exception:  # event pump: one request's fault must not end the others
             self._fault()
+
+    @property
+    def _path(self) -> str:
+        return self.request.target.decode("latin-1")
 
     async def _read(self, headers: dict[str, str], began: float) -> None:
         try:
@@ -212,8 +216,12 @@ class Exchange:
         if not self._tried:
             self._relay.counts.picked(len(prompt.hashes), picked.overlap_blocks)
         self._address, self._reason = picked.endpoints[0], picked.reason
-        self._go_to(self._address)
+        self._picked(prompt, picked)
         return "picked"
+
+    def _picked(self, prompt: Prompt, picked: Picked) -> None:
+        """Go on with a decision."""
+        self._go_to(picked.endpoints[0])
 
     def _go_to(self, address: str) -> None:
         """Ask the backend at `address`, on a connection that is there or on a new one."""

@@ -16,8 +16,10 @@ from mallee.actors.front.proxy.client import ClientConnection
 from mallee.actors.front.proxy.config import ProxyConfig
 from mallee.actors.front.proxy.counts import ProxyCounts
 from mallee.actors.front.proxy.exchange import Request
+from mallee.actors.front.proxy.selection import RELEASE, booking, named
 from mallee.gateway.access.access import Access
 from mallee.protocol.errors import Unauthorized
+from mallee.protocol.ids import RequestId
 from mallee.runtime.addresses import listener
 from mallee.runtime.telemetry.families import CONTENT_TYPE, exposition
 
@@ -103,6 +105,8 @@ class Proxy(Front):
         path = request.target.partition(b"?")[0]
         if path == b"/router/health":
             return self._health()
+        if path == RELEASE:
+            return self._release(request.body)
         if not self._access.is_operator(_token(request)):
             return Refusal(403, "forbidden", "give an operator's key")
         if path == b"/router/metrics":
@@ -114,6 +118,23 @@ class Proxy(Front):
         return Refusal(
             404, "not_found", "pages here: /router/health, /router/metrics, /router/backends"
         )
+
+    def is_booked(self, name: RequestId) -> bool:
+        return self.router.is_booked(name)
+
+    def _release(self, raw: bytes) -> Page | Refusal:
+        """End the booking of a selection."""
+        found = named(raw)
+        if found is None or found.request_id is None:
+            return Refusal(400, "bad_request", "give a JSON object with request_id")
+        name = booking(found.request_id)
+        was_booked = self.router.is_booked(name)
+        if was_booked:
+            self.placement.first_token(name)
+            if found.cached_tokens is not None:
+                self.placement.observe_hit(name, found.cached_tokens)
+            self.placement.free(name)
+        return Page(200, msgspec.json.encode({"released": was_booked}))
 
     def _health(self) -> Page:
         """200 while requests can be served."""

@@ -627,3 +627,32 @@ async def test_names_are_resolved_again() -> None:
         await asyncio.sleep(0.05)
         assert len(seen) == 2, "a name that can't be resolved keeps its addresses"
         task.cancel()
+
+
+async def test_a_decision_alone_is_told_and_booked_until_it_is_released() -> None:
+    async with (
+        Backend() as a,
+        Backend() as b,
+        routed([a, b]) as proxy,
+        wire(proxy.port) as client,
+    ):
+
+        async def ask(path: str, **body: object) -> tuple[int, dict[str, object]]:
+            found = await client.ask(post(json.dumps(body).encode(), path=f"/v1/router/{path}"))
+            return found.status, json.loads(found.body)
+
+        ids = list(range(1024))
+        status, first = await ask("select", prompt=ids, request_id="r1")
+        assert (status, first["reason"], first["prompt_tokens"]) == (200, "load", 1024)
+        assert (await ask("select", prompt=ids, request_id="r1"))[0] == 400
+        assert proxy.router.stats().booked_requests == 1
+        _, second = await ask("select/v1/completions", prompt=[*ids, *ids])
+        assert (second["worker"], second["overlap_tokens"]) == (first["worker"], 1024)
+        for expected in (True, False):
+            assert await ask("release", request_id="r1") == (200, {"released": expected})
+        long = [{"role": "user", "content": "long " * 10_000}]
+        assert (await ask("select", messages=long))[0] == 200
+        for wrong in ({}, {"request_id": 7}, {"request_id": ""}):
+            assert (await ask("release", **wrong))[0] == 400
+        assert not a.received
+        assert not b.received

@@ -1,0 +1,89 @@
+"""Decisions alone: the backend of a request that its client sends itself.
+
+`POST /v1/router/select` with the request's body answers where it should go. With a `request_id` in it, it
+is booked there until `POST /v1/router/release` names it, or for `booking_s`. The path of the request itself
+may follow: `/v1/router/select/v1/responses`.
+"""
+
+from typing import Final
+
+import msgspec
+
+from mallee.actors.front.http.messages import Page, plain_answer
+from mallee.actors.front.placement import Picked
+from mallee.actors.front.prompts import Prompt
+from mallee.actors.front.proxy.exchange import Client, Exchange, Relay, Request
+from mallee.protocol.ids import RequestId
+
+SELECT: Final = b"/v1/router/select"
+RELEASE: Final = b"/v1/router/release"
+MAX_ID: Final = 256  # characters
+
+
+class Named(msgspec.Struct):
+    """The part of a body that names its booking."""
+
+    request_id: str | None = None
+    cached_tokens: int | None = None
+
+
+class Chosen(msgspec.Struct):
+    """The answer."""
+
+    worker: str
+    reason: str
+    overlap_tokens: int  # of the prompt, which are known there
+    prompt_tokens: int
+    request_id: str | None
+
+
+def named(raw: bytes) -> Named | None:
+    """None of a body that is no JSON, or names its booking wrongly."""
+    try:
+        found = msgspec.json.decode(raw, type=Named)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    is_sound = found.request_id is None or 0 < len(found.request_id) <= MAX_ID
+    return found if is_sound else None
+
+
+def booking(request_id: str) -> RequestId:
+    """The name of the booking of a client's id."""
+    return RequestId(f"select-{request_id}")
+
+
+class Selection(Exchange):
+    """One decision. With a name its booking stays."""
+
+    __slots__ = ("_request_id",)
+
+    def __init__(
+        self,
+        relay: Relay,
+        client: Client,
+        request: Request,
+        name: RequestId,
+        request_id: str | None,
+    ) -> None:
+        super().__init__(relay, client, request, name)
+        self._request_id = request_id
+
+    @property
+    def _path(self) -> str:
+        return super()._path.removeprefix(SELECT.decode())
+
+    def _picked(self, prompt: Prompt, picked: Picked) -> None:
+        chosen = Chosen(
+            worker=picked.endpoints[0],
+            reason=picked.reason,
+            overlap_tokens=picked.overlap_blocks * self._relay.front.router.config.block_size,
+            prompt_tokens=prompt.num_tokens,
+            request_id=self._request_id,
+        )
+        page = Page(200, msgspec.json.encode(chosen))
+        self.client.write(plain_answer(page, closes=not self._keeps, is_head=False))
+        self._is_over = True
+        self._relay.counts.ended("answered")
+        if self._request_id is None:
+            self._relay.front.placement.free(self.id)
+        self.client.finished(keeps=self._keeps)
