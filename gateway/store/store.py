@@ -13,6 +13,7 @@ is back. A write that is waited for comes after those of its name that began bef
 
 import asyncio
 import logging
+import math
 import secrets
 import time
 from collections import Counter
@@ -34,7 +35,7 @@ from mallee.protocol.codec import Decoder, encode
 from mallee.protocol.errors import CodecError, OtherLayout, StoreAway, StoreFull, Unreadable
 from mallee.protocol.ids import Scope
 from mallee.protocol.subjects import Subjects
-from mallee.runtime.bus.buckets import Buckets, BucketSpec, Stored
+from mallee.runtime.bus.buckets import Buckets, BucketSpec, Stored, WritesStopped
 from mallee.runtime.bus.bus import Bus
 from mallee.runtime.tasks import Tasks
 
@@ -46,6 +47,7 @@ PART_NBYTES: Final = 512 << 10  # of one message: a broker takes 1 MiB by defaul
 MAX_WAITING_NBYTES: Final = 64 << 20  # of writes that wait for the store
 NUM_SENT: Final = 64  # writes under way at once
 RETRY_S: Final = 0.2
+FULL_S: Final = 10.0  # after a write that found no room
 PARTS_S: Final = 60  # for which parts of a value that was put anew stay
 TURN_S: Final = 2.0  # for earlier writes of a name
 MAX_KEY: Final = 3500  # characters: a broker leaves a client that sends a line of 4 KiB
@@ -106,6 +108,7 @@ class Store:
         self._num_changing = 0
         self._is_idle = asyncio.Event()
         self._is_idle.set()
+        self._full_until = -math.inf
         self.num_refused = 0  # writes that found no room
         self.written_nbytes = 0
         self.tasks = Tasks("the gateways' store")
@@ -113,6 +116,11 @@ class Store:
     @property
     def is_up(self) -> bool:
         return self._bus.is_up
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a write has found no room a moment ago, and none has since."""
+        return self._clock() < self._full_until
 
     @property
     def num_waiting(self) -> int:
@@ -150,10 +158,16 @@ class Store:
 
     @contextmanager
     def asking(self, how: Literal["read", "write"]) -> Iterator[None]:
-        """Ask the broker. Raises StoreAway."""
+        """Ask the broker. Raises StoreAway, and StoreFull if nothing is written."""
         begun = self._clock()
         try:
             yield
+        except StoreFull:
+            self.num_refused += 1
+            raise
+        except WritesStopped as error:
+            self.num_refused += 1
+            raise StoreFull(f"{error}; retry in {FULL_S:g} s", retry_after_s=FULL_S) from error
         except (ConnectionError, TimeoutError) as error:
             raise StoreAway(str(error)) from error
         finally:
@@ -262,6 +276,20 @@ class Store:
         self._settle(place)
         self._begin()
 
+    async def put(
+        self, spec: BucketSpec, key: str, raw: bytes | None, at: int | None
+    ) -> int | None:
+        """As `put_whole`."""
+        try:
+            revision = await put_whole(self._bus.buckets, spec, key, raw, at)
+        except (StoreFull, WritesStopped):
+            self._full_until = self._clock() + FULL_S
+            raise
+        if raw is not None and revision is not None:
+            self._full_until = -math.inf
+            self.written_nbytes += len(raw)
+        return revision
+
     def _is_written(self, place: tuple[str, str]) -> bool:
         return place in self._sent or place in self._awaited
 
@@ -276,8 +304,7 @@ class Store:
         """Whether nothing is left to be done."""
         try:
             at = 0 if write.is_new else None
-            await put_whole(self._bus.buckets, write.spec, write.key, write.raw, at)
-            self.written_nbytes += len(write.raw or b"")
+            await self.put(write.spec, write.key, write.raw, at)
         except StoreFull as error:
             self.num_refused += 1
             log.warning("the gateways' store took no value of %s: %s", write.spec.name, error)
@@ -401,9 +428,7 @@ class Bucket(Generic[T]):
     async def _put(self, key: str, value: T, at: int | None) -> int | None:
         raw = self._packed(value)
         async with self._store.turn(self._spec, key):
-            revision = await put_whole(self._buckets, self._spec, key, raw, at)
-        self._store.written_nbytes += len(raw) if revision is not None else 0
-        return revision
+            return await self._store.put(self._spec, key, raw, at)
 
     async def _get(self, key: str, known: Entry[T] | None) -> Entry[T] | None:
         if len(key) > MAX_KEY:

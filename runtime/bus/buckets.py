@@ -4,6 +4,10 @@ from collections.abc import AsyncGenerator
 from typing import NamedTuple, Protocol
 
 
+class WritesStopped(TimeoutError):
+    """The broker answers, but not what is put: a full disk."""
+
+
 class BucketSpec(NamedTuple):
     """A bucket and its bounds: a value goes `ttl_s` after it was put, and the oldest beyond `max_nbytes`."""
 
@@ -34,7 +38,7 @@ class Buckets(Protocol):
     ) -> int | None:
         """Its revision; None: nothing was put, as the value has not `revision` now (0: is not there).
 
-        Raises StoreFull.
+        Raises StoreFull, WritesStopped.
         """
         ...
 
