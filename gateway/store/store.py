@@ -55,10 +55,15 @@ _OVERHEAD_NBYTES: Final = 256  # of a write that waits
 
 
 class Entry(NamedTuple, Generic[T]):
-    """A value as it is stored; `revision` changes with each put."""
+    """A value as it is stored; `revision` changes with each put.
+
+    A broker that was set back gives a revision again: with the same `digest` it is the same value.
+    """
 
     value: T
     revision: int
+    digest: int = 0
+    nbytes: int = 0
 
 
 class Write(NamedTuple):
@@ -278,17 +283,17 @@ class Store:
 
     async def put(
         self, spec: BucketSpec, key: str, raw: bytes | None, at: int | None
-    ) -> int | None:
+    ) -> Stored | None:
         """As `put_whole`."""
         try:
-            revision = await put_whole(self._bus.buckets, spec, key, raw, at)
+            stored = await put_whole(self._bus.buckets, spec, key, raw, at)
         except (StoreFull, WritesStopped):
             self._full_until = self._clock() + FULL_S
             raise
-        if raw is not None and revision is not None:
+        if raw is not None and stored is not None:
             self._full_until = -math.inf
             self.written_nbytes += len(raw)
-        return revision
+        return stored
 
     def _is_written(self, place: tuple[str, str]) -> bool:
         return place in self._sent or place in self._awaited
@@ -337,8 +342,10 @@ class Bucket(Generic[T]):
         """The value as it is now: `known` itself, if that is it still. None: there is none."""
         return await self._get(key_of(scope, name), known)
 
-    async def put(self, scope: Scope, name: str, value: T, *, at: int | None = None) -> int | None:
-        """Returns once it is stored: its revision. None: it is not at revision `at` (0: is there already).
+    async def put(
+        self, scope: Scope, name: str, value: T, *, at: int | None = None
+    ) -> Entry[T] | None:
+        """Returns once it is stored. None: it is not at revision `at` (0: is there already).
 
         Raises StoreFull.
         """
@@ -366,10 +373,6 @@ class Bucket(Generic[T]):
     async def names(self, scope: Scope) -> list[str]:
         """All names of `scope`, in order."""
         return sorted(map(name_of, await self._keys(key_of(scope))))
-
-    def nbytes(self, value: T) -> int:
-        """As it is stored."""
-        return len(self._packed(value))
 
     # Values below a name, in an order of their own: events, nodes of a tree
 
@@ -425,17 +428,20 @@ class Bucket(Generic[T]):
 
     # Bytes
 
-    async def _put(self, key: str, value: T, at: int | None) -> int | None:
+    async def _put(self, key: str, value: T, at: int | None) -> Entry[T] | None:
         raw = self._packed(value)
         async with self._store.turn(self._spec, key):
-            return await self._store.put(self._spec, key, raw, at)
+            stored = await self._store.put(self._spec, key, raw, at)
+        return None if stored is None else Entry(value, stored.revision, stored.digest, len(raw))
 
     async def _get(self, key: str, known: Entry[T] | None) -> Entry[T] | None:
         if len(key) > MAX_KEY:
             return None  # none is stored: such a name is a client's alone
         waiting = self._store.pending(self._spec, key)
         if waiting is not None:
-            return None if waiting.raw is None else Entry(self._read(waiting.raw), 0)
+            if waiting.raw is None:
+                return None
+            return Entry(self._read(waiting.raw), 0, nbytes=len(waiting.raw))
         with self._store.asking("read"):
             stored = await self._buckets.get(self._spec, key)
             return None if stored is None else await self._whole(key, stored, known)
@@ -451,10 +457,11 @@ class Bucket(Generic[T]):
 
     async def _whole(self, key: str, stored: Stored, known: Entry[T] | None) -> Entry[T] | None:
         """None: its parts went meanwhile."""
-        if known is not None and known.revision == stored.revision:
+        place = stored.revision, stored.digest
+        if known is not None and (known.revision, known.digest) == place:
             return known
         raw = await get_whole(self._buckets, self._spec, key, stored.value)
-        return None if raw is None else Entry(self._read(raw), stored.revision)
+        return None if raw is None else Entry(self._read(raw), *place, len(raw))
 
     def _packed(self, value: T) -> bytes:
         return bytes((self._layout.version,)) + self._layout.encode(value)
@@ -478,13 +485,14 @@ _decode_parts: Final = Decoder(tuple[str, int], "the parts of a value")
 
 async def put_whole(
     buckets: Buckets, spec: BucketSpec, key: str, raw: bytes | None, at: int | None = None
-) -> int | None:
-    """Put a value of any length, or delete it (None). Returns and raises as `Buckets.put`."""
+) -> Stored | None:
+    """Put a value of any length, or delete it (None). Its head, and else as `Buckets.put`."""
     if raw is None:
         await buckets.delete(spec, key)
         return None
     if len(raw) <= PART_NBYTES:
-        return await buckets.put(spec, key, _WHOLE + raw, at)
+        revision = await buckets.put(spec, key, _WHOLE + raw, at)
+        return None if revision is None else Stored(_WHOLE + raw, revision)
     now, num_parts = int(time.time()), -(-len(raw) // PART_NBYTES)
     nonce = f"{now:x}-{secrets.token_hex(8)}"
     for i in range(num_parts):
@@ -496,7 +504,7 @@ async def put_whole(
         # Not at once: they may be read now, or be those of another put whose head follows.
         if (old == nonce and revision is None) or int(old.partition("-")[0], 16) < now - PARTS_S:
             await buckets.delete(spec, f"{key}.{_PARTS}.{old}")
-    return revision
+    return None if revision is None else Stored(head, revision)
 
 
 async def get_whole(buckets: Buckets, spec: BucketSpec, key: str, head: bytes) -> bytes | None:

@@ -3,6 +3,8 @@
 from collections.abc import AsyncGenerator
 from typing import NamedTuple, Protocol
 
+import xxhash
+
 
 class WritesStopped(TimeoutError):
     """The broker answers, but not what is put: a full disk."""
@@ -23,6 +25,11 @@ class Stored(NamedTuple):
 
     value: bytes
     revision: int
+
+    @property
+    def digest(self) -> int:
+        """Of the value: a broker that was set back gives its revision to another one."""
+        return xxhash.xxh3_64_intdigest(self.value)
 
 
 class Buckets(Protocol):
