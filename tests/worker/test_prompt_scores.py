@@ -61,7 +61,7 @@ def run(engine: Any, *commands: Any) -> dict[tuple[str, int], list[Any]]:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5_text"])
 def test_prompts_are_scored_as_in_one_pass(family: str) -> None:
-    """X5, part: in chunks, beside others, with n branches, from a cache that has all of it already."""
+    """X26, part: in chunks, beside others, with n branches, from a cache that has all of it already."""
     model, rng = random_model(family), random.Random(3)
     vocab = model.config.vocab_size
     prompts = [[rng.randrange(vocab) for _ in range(n)] for n in (1, 2, 21, 37)]
@@ -86,7 +86,7 @@ def test_prompts_are_scored_as_in_one_pass(family: str) -> None:
 
 
 def test_a_prompt_that_is_preempted_is_scored_once() -> None:
-    """X5, part: parts that are computed again don't count twice."""
+    """X26, part: parts that are computed again don't count twice."""
     model, rng = random_model(), random.Random(5)
     prompts = [[rng.randrange(model.config.vocab_size) for _ in range(30)] for _ in range(4)]
     config = EngineConfig(SchedulerConfig(max_step_tokens=12, max_rows=12, headroom_tokens=0))
@@ -105,7 +105,7 @@ def test_a_prompt_that_is_preempted_is_scored_once() -> None:
 
 @pytest.mark.parametrize("drafters", ["off", "prompt"])
 def test_the_token_that_ends_an_answer_is_told(drafters: Any) -> None:
-    """I5, part: beside the text, with its log-probability, drawn plainly or behind a draft."""
+    """X26, part: beside the text, with its log-probability, drawn plainly or behind a draft."""
     model = random_model()
     config = EngineConfig(speculation=SpeculationConfig(drafters=drafters))
     engine = engine_over(model.forward(), config=config)
