@@ -376,7 +376,7 @@ def test_a_lease_is_its_fields_in_order() -> None:
     head = ["w0", 3, "a0", "m", "f", 16, 99, 8, 4096, 5]
     weights = [0, "base", "", ""]
     rest = [False, True, [1, 2, 3, 4, None, None, 0, 0], False, [], "", False, weights, None, []]
-    rest += ["", None, None, "", "GPU 0", False]
+    rest += ["", None, None, "", "GPU 0", False, []]
     assert found == [*head, *rest]
     assert decode_lease(msgpack.packb(found)) == lease
 
