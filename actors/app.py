@@ -121,11 +121,7 @@ def build_application(config: AppConfig) -> Application:
     broker = None if config.nats_url is not None else Broker.bind(config)
     workers = Worker.options(
         **_number_of_workers(config),
-        ray_actor_options={
-            "num_cpus": config.ray.worker_cpus,
-            "num_gpus": config.worker_gpus,
-            "resources": dict(config.ray.worker_resources),
-        },
+        **_room_of_worker(config),
         # New workers start before old ones stop, but GPUs are seldom spare.
         max_surge_percent=0 if config.worker_gpus else _SURGE_PERCENT,
         graceful_shutdown_timeout_s=config.drain_s + _STOP_S,
@@ -136,6 +132,29 @@ def build_application(config: AppConfig) -> Application:
         graceful_shutdown_timeout_s=config.drain_s + _STOP_S,
     ).bind(config, workers, broker)
     return gateway
+
+
+def _room_of_worker(config: AppConfig) -> dict[str, Any]:
+    """The resources of a worker; for a model over several devices a bundle each, side by side if they can be.
+
+    vLLM's Ray executor takes the bundles of the placement group that its worker is in.
+    """
+    cpus, own = config.ray.worker_cpus, dict(config.ray.worker_resources)
+    if config.num_ranks == 1:
+        return {
+            "ray_actor_options": {
+                "num_cpus": cpus,
+                "num_gpus": config.worker_gpus,
+                "resources": own,
+            }
+        }
+    gpu = {"GPU": 1.0} if config.worker_gpus else {"CPU": 1.0}
+    first = {**gpu, "CPU": cpus + gpu.get("CPU", 0.0), **own}
+    return {
+        "ray_actor_options": {"num_cpus": cpus, "resources": own},
+        "placement_group_bundles": [first, *[gpu] * (config.num_ranks - 1)],
+        "placement_group_strategy": "PACK",
+    }
 
 
 def _number_of_workers(config: AppConfig) -> dict[str, Any]:
@@ -367,6 +386,19 @@ async def _build_workers(
             node=node,
             own_ip=_own_ip(),
             past=Incarnation(claim.life * _LIVES_OF_PROCESS),
+        )
+    if config.is_foreign:
+        from mallee.actors.foreign.build import build_foreign_worker  # an extra
+
+        return await build_foreign_worker(
+            config,
+            WorkerId(f"w{claim.number}"),
+            Incarnation(claim.life),
+            broker=broker,
+            secret=secret,
+            node=node,
+            own_ip=_own_ip(),
+            device=", ".join(f"GPU {gpu}" for gpu in cluster.own_gpus()),
         )
     return await build_worker(
         config,

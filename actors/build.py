@@ -109,6 +109,9 @@ def check_files(config: AppConfig) -> None:
 
 def check_model(config: AppConfig) -> None:
     """Raises MalleeError if the model's files are not there or can't be read."""
+    if config.is_foreign:  # which knows more models than we do
+        resolve(config.model)
+        return
     from mallee.worker.model.loading.config_json import read_config
 
     read_config(resolve(config.model))

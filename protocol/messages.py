@@ -603,7 +603,8 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
     to be pinned, whether it was. `retained` comes with the end of a branch that asked for retention. `drafts`
     counts tokens that were drafted for the branch since its last update, and those of them that it drew; None
     if none were. `injected` is the `Inject` that `tokens` are of: they
-    were not drawn, and have log-probability 0.
+    were not drawn, and have log-probability 0. `resampled`: the branch goes on from tokens that it drew on
+    another worker, on an engine whose draws are not those of an undisturbed answer.
     """
 
     request: str
@@ -621,6 +622,7 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
     retained: Retained | None = None
     drafts: tuple[int, int] | None = None
     injected: str = ""
+    resampled: bool = False
 
     @property
     def num_tokens(self) -> int:

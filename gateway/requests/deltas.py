@@ -36,6 +36,7 @@ class Delta(NamedTuple):
     kept: Kept = ""  # whether its capsule was pinned, if it was to be
     drafts: tuple[int, int] | None = None  # tokens drafted, and those of them that were drawn
     injected: tuple[tuple[int, int], ...] = ()  # tokens of the answer before, and how many were
+    resampled: bool = False  # it went on elsewhere by other draws than an undisturbed answer's
 
     @classmethod
     def end(cls, branch: int, finish: FinishReason | None) -> "Delta":

@@ -237,6 +237,7 @@ class RunningRequest:
             kept=update.kept,
             drafts=update.drafts,
             injected=(((self.num_tokens(branch), len(update.tokens)),) if update.injected else ()),
+            resampled=update.resampled,
         )
         self._put(delta, now)
 

@@ -8,7 +8,7 @@ with images in them, and those of layer groups other than full attention.
 Source: vLLM vllm/distributed/kv_events.py, vllm/v1/core/kv_cache_utils.py (generate_block_hash_extra_keys).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
@@ -123,8 +123,16 @@ class _Block(NamedTuple):
 class BlockNames:
     """The blocks of one engine by its own names, and theirs in our index. At most `max_blocks` are known."""
 
-    def __init__(self, block_size: int, *, max_blocks: int) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        *,
+        max_blocks: int,
+        salt_of: Callable[[str, str], str] = salt_of,
+    ) -> None:
+        """`salt_of` an adapter and a cache salt: that of our hashes."""
         self._block_size = block_size
+        self._salt_of = salt_of
         self.max_blocks = max_blocks
         self._blocks: dict[tuple[int, _EngineHash], _Block] = {}
         self._holders: dict[tuple[int, int], int] = {}  # (chain hash, tier): engine's names for it
@@ -152,6 +160,14 @@ class BlockNames:
         """Forget all."""
         self._blocks.clear()
         self._holders.clear()
+
+    def holds(self, chain: int) -> bool:
+        """Whether a block is on the device."""
+        return (chain, 0) in self._holders
+
+    def held(self, tier: int) -> bytes:
+        """The hashes of the blocks in `tier`, as messages have them."""
+        return _packed([chain for chain, each in self._holders if each == tier])
 
     def contents(self) -> list[Event]:
         """All that the engine holds, as if it had just stored it."""
@@ -196,7 +212,7 @@ class BlockNames:
         if event.block_size != size or len(event.tokens) != size * len(event.hashes):
             return []
         if event.parent is None:
-            parent, salt = None, _first_salt(event)
+            parent, salt = None, self._salt_of(event.adapter, _cache_salt(event))
         else:
             block = self._blocks.get((event.group, event.parent))
             if block is None:
@@ -262,11 +278,11 @@ def _packed(chains: list[int]) -> bytes:
     return b"".join(chain.to_bytes(8, "little") for chain in chains)
 
 
-def _first_salt(event: PodStored) -> str:
-    """The salt of a chain that begins with this event: its keys name the adapter, and the cache salt."""
+def _cache_salt(event: PodStored) -> str:
+    """The cache salt of a chain that begins with this event: its keys name the adapter, and that."""
     keys = event.keys[0] if event.keys else ()
     salts = [key for key in keys if isinstance(key, str) and key != event.adapter]
-    return salt_of(event.adapter, salts[0] if len(salts) == 1 else "")
+    return salts[0] if len(salts) == 1 else ""
 
 
 def _num_plain(event: PodStored, salt: str) -> int:
@@ -370,9 +386,16 @@ class EventOrder:
 class PodContents:
     """One engine's blocks, from its messages to numbered events of ours for the router."""
 
-    def __init__(self, block_size: int, *, can_replay: bool, max_blocks: int) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        *,
+        can_replay: bool,
+        max_blocks: int,
+        salt_of: Callable[[str, str], str] = salt_of,
+    ) -> None:
         self.order = EventOrder(can_replay=can_replay)
-        self.names = BlockNames(block_size, max_blocks=max_blocks)
+        self.names = BlockNames(block_size, max_blocks=max_blocks, salt_of=salt_of)
         self.incarnation = Incarnation(0)
         self.next_seq = 0  # of our events, in this life
         self.num_refused = 0  # messages that could not be read
