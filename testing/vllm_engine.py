@@ -75,19 +75,41 @@ class FakeEngine:
                     finish = "stop" if num_drawn > sampling_params.min_tokens else None
                 if finish is None and num_drawn >= sampling_params.max_tokens:
                     finish = "length"
-                yield self._output(text[-1:], sampling_params, cached, finish)
+                yield self._output(
+                    text[-1:],
+                    sampling_params,
+                    cached,
+                    finish,
+                    prompt["prompt_token_ids"],
+                    is_first=num_drawn == 1,
+                )
             self._publish(self.cache.take(text[:-1], salt)[1])
         finally:
             self.running.discard(request_id)
             self.num_aborted += finish is None
 
-    def _output(self, tokens: list[int], params: Any, cached: int, finish: str | None) -> Any:
+    def _output(
+        self,
+        tokens: list[int],
+        params: Any,
+        cached: int,
+        finish: str | None,
+        prompt: Sequence[int],
+        *,
+        is_first: bool,
+    ) -> Any:
         logprobs = None
         if (num := getattr(params, "logprobs", None)) is not None:
-            ranked = [SimpleNamespace(logprob=-0.5 - k) for k in range(num + 1)]
-            logprobs = [{tokens[0] + k: each for k, each in enumerate(ranked)}]
+            logprobs = [self._ranked(tokens[0], num)]
         found = SimpleNamespace(token_ids=tokens, logprobs=logprobs, finish_reason=finish)
-        return SimpleNamespace(outputs=[found], num_cached_tokens=cached)
+        scores = None
+        if (num := getattr(params, "prompt_logprobs", None)) is not None and is_first:
+            scores = [None, *(self._ranked(token, num) for token in prompt[1:])]
+        return SimpleNamespace(outputs=[found], num_cached_tokens=cached, prompt_logprobs=scores)
+
+    def _ranked(self, token: int, num: int) -> dict[int, Any]:
+        """Made up: `token` is the likeliest, those after it follow."""
+        return {token + k: SimpleNamespace(logprob=-0.5 - k) for k in range(num + 1)}
 
     async def _step(self) -> None:
         await asyncio.sleep(self._step_s)

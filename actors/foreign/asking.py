@@ -26,6 +26,9 @@ class Output(Protocol):
 
     outputs: Sequence[Completion]
     num_cached_tokens: int | None
+    prompt_logprobs: (
+        Sequence[Mapping[int, Any] | None] | None
+    )  # in the first, if they were requested
 
 
 def prompt_of(tokens: Tokens, salt: str) -> dict[str, Any]:
@@ -107,13 +110,14 @@ def finish_of(reason: str | None) -> FinishReason | None:
 
 
 def logprobs_of(
-    tokens: Sequence[int], found: Sequence[Mapping[int, Any]] | None, top: int
+    tokens: Sequence[int], found: Sequence[Mapping[int, Any] | None] | None, top: int
 ) -> tuple[TokenLogprobs, ...]:
     """The log-probabilities of `tokens`, each with its `top` likeliest."""
     if top < 0 or found is None:
         return ()
     told = []
     for token, by_token in zip(tokens, found, strict=False):
+        assert by_token is not None, "only the first token of a prompt has none"
         ranked = sorted(((each.logprob, other) for other, each in by_token.items()), reverse=True)
         best = tuple((other, float(value)) for value, other in ranked[:top])
         told.append((float(by_token[token].logprob), best))

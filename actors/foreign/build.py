@@ -41,7 +41,6 @@ def add_foreign(
     identity = Identity(worker, incarnation, model, is_prefix_closed=False, lacks=lacks)
     contents = PodContents(
         capacity.block_size,
-        can_replay=True,
         max_blocks=2 * capacity.num_blocks,
         salt_of=lambda adapter, cache_salt: cache_salt,  # that which the runner gives
     )
@@ -104,7 +103,7 @@ async def build_foreign_worker(
     await engine.warm_up()
     engine.meter.progressed = runner.progressed
     context = zmq.asyncio.Context()
-    order, take = runner.contents.order, runner.take_events
+    order, take = runner.contents.follow(0, can_replay=True), runner.take_events
     runner.follow(Subscriber(context, engine.places, order, take).run)
     return WorkerProcess(
         host=host,

@@ -23,7 +23,8 @@ from mallee.actors.foreign.asking import (
     stop_ids,
 )
 from mallee.actors.foreign.texts import CapsuleText, CapsuleTexts
-from mallee.actors.front.pods.kv_events import Arrival, PodContents
+from mallee.actors.front.pods.event_order import Arrival
+from mallee.actors.front.pods.kv_events import PodContents
 from mallee.actors.hosting.worker import STOP_S, Capacity, Identity, Results
 from mallee.protocol.capabilities import needs, refusal
 from mallee.protocol.errors import (
@@ -57,6 +58,7 @@ from mallee.protocol.messages import (
     Command,
     Cut,
     Delete,
+    EndToken,
     Fork,
     Frame,
     Generate,
@@ -70,6 +72,7 @@ from mallee.protocol.messages import (
     Release,
     Rewind,
     Sampling,
+    TokenLogprobs,
     Update,
     unpack_tokens,
 )
@@ -157,6 +160,11 @@ class _Job(NamedTuple):
     @property
     def drawn(self) -> int:
         return self.command.drawn if isinstance(self.command, Generate) else 0
+
+    @property
+    def num_scores(self) -> int:
+        """Likeliest tokens to tell in each place of the prompt; -1: none."""
+        return self.command.prompt_logprobs if isinstance(self.command, Generate) else -1
 
     def capsule(self, index: int) -> CapsuleId:
         """The capsule that a branch leaves."""
@@ -431,6 +439,8 @@ class ForeignRunner:
                 branch=first_stream + index,
                 drawn=job.drawn,
             )
+            if job.num_scores >= 0:
+                fields["prompt_logprobs"] = job.num_scores
             try:
                 params.append(self._engine.params(fields))
             except ValueError as error:
@@ -507,16 +517,30 @@ class ForeignRunner:
                 self._end(branch, "stop")
             return
         tokens = list(found.token_ids)
-        if finish == "stop" and tokens and tokens[-1] in stop_ids(job.limits, self._model):
-            tokens.pop()
         logprobs = logprobs_of(tokens, found.logprobs, job.sampling.logprobs)
+        end: EndToken | None = None
+        if finish == "stop" and tokens and tokens[-1] in stop_ids(job.limits, self._model):
+            end = (tokens.pop(), logprobs[-1] if logprobs else None)
+            logprobs = logprobs[: len(tokens)]
+        scores: tuple[TokenLogprobs, ...] = ()
+        if output.prompt_logprobs and job.num_scores >= 0:  # those of the first token are None
+            prompt = branch.prompt.tolist()
+            scores = logprobs_of(prompt[1:], output.prompt_logprobs[1:], job.num_scores)
         position = len(branch.tokens)
         branch.tokens += tokens
         captures, branch.captures = branch.captures, []
         for capture, gateway in captures:
             self._capture(gateway, capture)
         if finish is not None:
-            self._end(branch, finish, tuple(tokens), logprobs, position)
+            self._end(
+                branch,
+                finish,
+                tuple(tokens),
+                logprobs,
+                position,
+                end_token=end,
+                prompt_logprobs=scores,
+            )
         elif tokens:
             self._tell(
                 job.gateway,
@@ -528,6 +552,7 @@ class ForeignRunner:
                     prefill_tokens=branch.num_computed,
                     logprobs=logprobs,
                     position=position,
+                    prompt_logprobs=scores,
                     resampled=self._is_resampled(job),
                 ),
             )
@@ -543,6 +568,7 @@ class ForeignRunner:
         logprobs: Any = (),
         position: int | None = None,
         error: MalleeError | None = None,
+        **more: Any,
     ) -> None:
         """The last update of a branch."""
         job = branch.job
@@ -564,6 +590,7 @@ class ForeignRunner:
             position=len(branch.tokens) if position is None else position,
             kept=kept,
             resampled=self._is_resampled(job),
+            **more,
         )
         self._retire(branch, is_made=left is not None)
         self._tell(job.gateway, update)

@@ -86,7 +86,7 @@ class ForeignFleet(LiveFleet):
 def wire(engine: FakeEngine, runner: ForeignRunner) -> None:
     """Have the runner hear of the engine's steps and cache events."""
     engine.progressed = runner.progressed
-    order = runner.contents.order
+    order = runner.contents.follow(0, can_replay=True)
     engine.published = lambda seq, payload: runner.take_events(order.on_live(seq, payload))
 
 

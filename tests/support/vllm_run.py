@@ -111,7 +111,7 @@ async def main() -> dict[str, Any]:
     await engine.warm_up()
     engine.meter.progressed = runner.progressed
     context = zmq.asyncio.Context()
-    order, take = runner.contents.order, runner.take_events
+    order, take = runner.contents.follow(0, can_replay=True), runner.take_events
     runner.follow(Subscriber(context, engine.places, order, take).run)
     await host.start()
     frames = Reader(host, "g")
