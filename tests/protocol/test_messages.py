@@ -451,7 +451,7 @@ def test_frames_travel_in_reports() -> None:
     reports = [Report("w0", 3, Frame(12, (last,))), Report("w1", 0, Frame(1, ()), "gone")]
     found = msgpack.unpackb(encode(reports))
     told = ["r", 1, [5, 6], "stop", 3, 2, "r.1", 7, None, [[-0.5, [[5, -0.5]]]], 4, ""]
-    told += [[64, 32], [5, 3], "", None, []]
+    told += [[64, 32], [5, 3], "", None, [], False]
     assert found == [["w0", 3, [12, [told], []], None], ["w1", 0, [1, [], []], "gone"]]
     assert decode_reports(msgpack.packb(found)) == tuple(reports)
 
