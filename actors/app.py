@@ -135,25 +135,19 @@ def build_application(config: AppConfig) -> Application:
 
 
 def _room_of_worker(config: AppConfig) -> dict[str, Any]:
-    """The resources of a worker; for a model over several devices a bundle each, side by side if they can be.
-
-    vLLM's Ray executor takes the bundles of the placement group that its worker is in.
-    """
-    cpus, own = config.ray.worker_cpus, dict(config.ray.worker_resources)
-    if config.num_ranks == 1:
-        return {
-            "ray_actor_options": {
-                "num_cpus": cpus,
-                "num_gpus": config.worker_gpus,
-                "resources": own,
-            }
-        }
-    gpu = {"GPU": 1.0} if config.worker_gpus else {"CPU": 1.0}
-    first = {**gpu, "CPU": cpus + gpu.get("CPU", 0.0), **own}
+    """The resources of a worker; vLLM's Ray executor takes the bundles of its placement group."""
+    actor: dict[str, Any] = {
+        "num_cpus": config.ray.worker_cpus,
+        "num_gpus": config.worker_gpus,
+        "resources": dict(config.ray.worker_resources),
+    }
+    if not (bundles := config.worker_bundles):
+        return {"ray_actor_options": actor}
+    actor["num_gpus"] = 0.0  # they are its engine's processes'
     return {
-        "ray_actor_options": {"num_cpus": cpus, "resources": own},
-        "placement_group_bundles": [first, *[gpu] * (config.num_ranks - 1)],
-        "placement_group_strategy": "PACK",
+        "ray_actor_options": actor,
+        "placement_group_bundles": bundles,
+        "placement_group_strategy": "PACK",  # side by side, where they fit
     }
 
 

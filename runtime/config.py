@@ -598,6 +598,19 @@ class AppConfig(Settings):
         return float(self.has_cuda and self.num_ranks)
 
     @property
+    def worker_bundles(self) -> list[dict[str, float]]:
+        """Bundles of a worker's placement group, one for each device; none for a model on one device.
+
+        Its actor fits into the first.
+        """
+        if self.num_ranks == 1:
+            return []
+        each = {"GPU": 1.0} if self.worker_gpus else {"CPU": 1.0}
+        cpus = self.ray.worker_cpus + each.get("CPU", 0.0)
+        first = {**each, "CPU": cpus, **self.ray.worker_resources}
+        return [first, *[each] * (self.num_ranks - 1)]
+
+    @property
     def num_workers(self) -> int:
         """Engines, each of which is a worker to the gateways."""
         return self.workers * self.mock.engines_per_worker

@@ -3,10 +3,9 @@
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from importlib.util import find_spec
 from typing import Any, Final
 
-from mallee.actors.build import resolve, served_name
+from mallee.actors.build import check_model, resolve, served_name
 from mallee.actors.foreign.asking import Output, prompt_of
 from mallee.actors.front.pods.subscriber import EventPlaces
 from mallee.protocol.errors import ConfigError
@@ -15,7 +14,6 @@ from mallee.protocol.model import ModelSpec, fingerprint
 from mallee.runtime.addresses import socket_path
 from mallee.runtime.config import AppConfig
 
-REMEDY: Final = "run `pip install 'mallee[serve,vllm]'`, or set engine.kind=model"
 _OURS: Final = {
     "model": "give it as `model`",
     "served_model_name": "give it as `served_model_name`",
@@ -31,8 +29,7 @@ _OURS: Final = {
 
 def engine_args(config: AppConfig, places: EventPlaces | None = None) -> Any:
     """vLLM's `AsyncEngineArgs` for a worker, with cache events at `places`. Raises ConfigError."""
-    if find_spec("vllm") is None:
-        raise ConfigError(f"engine.kind='vllm' needs vllm, which is not installed: {REMEDY}")
+    check_model(config)
     from vllm.config import KVEventsConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
