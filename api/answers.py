@@ -164,6 +164,7 @@ def extras(
         cache=OMITTED if delta.verdict is None else verdict_body(delta.verdict),
         kept=delta.kept or OMITTED,
         injected=_injected(injected) if injected else OMITTED,
+        resampled=delta.resampled or OMITTED,
         ended_by=ended_by,
         score=score,
         score_error=score_error,

@@ -309,12 +309,13 @@ def notes(application: Application) -> Iterator[str]:
             f" gateways start only where {_KEY_VARIABLE} is in the environment of Ray's nodes"
         )
     config = application.config
-    if config.has_cuda and config.kv_nbytes is None and config.num_blocks is None:
+    has_cuda = config.has_cuda and not config.is_foreign
+    if has_cuda and config.kv_nbytes is None and config.num_blocks is None:
         yield (
             "engine.kv_gib and engine.kv_tokens are not given: each worker sizes KV by the memory that its"
             " GPU has free when it starts, and logs the sum"
         )
-    if config.has_cuda:
+    if has_cuda:
         from mallee.worker.model.installation import look, missing  # imports torch: seconds
 
         here = f"for engine.device={config.engine.device!r} this machine lacks something"

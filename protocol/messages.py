@@ -614,7 +614,8 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
     counts tokens that were drafted for the branch since its last update, and those of them that it drew; None
     if none were. `injected` is the `Inject` that `tokens` are of: they
     were not drawn, and have log-probability 0. `end_token` comes with finish "stop", unless a grammar's text
-    is complete; `prompt_logprobs` as `Generate` asks for them.
+    is complete; `prompt_logprobs` as `Generate` asks for them. `resampled`: the branch goes on from
+    tokens that it drew on another worker, on an engine whose draws are not those of an undisturbed answer.
     """
 
     request: str
@@ -634,6 +635,7 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
     injected: str = ""
     end_token: EndToken | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    resampled: bool = False
 
     @property
     def num_tokens(self) -> int:
