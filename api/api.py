@@ -8,7 +8,6 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route, Router
@@ -325,6 +324,8 @@ def build_api(
     )
     app = App(routes, guarded, AnthropicErrors(guarded, new_id=draws.new_id))
     if limits.cors_origins:
+        from starlette.middleware.cors import CORSMiddleware  # most services have no use for it
+
         app.add_middleware(
             CORSMiddleware,
             allow_origins=limits.cors_origins,
