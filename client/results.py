@@ -6,7 +6,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from mallee.client.errors import ApiError, NoCapsule, StreamBroken, from_body
+from mallee.client.errors import ApiError, NoCapsule, NotParsed, StreamBroken, from_body
 from mallee.client.sse import DONE
 from mallee.protocol.errors import MalleeError
 
@@ -106,6 +106,20 @@ class BranchState:
     score: float | None = field(default=None, compare=False)
     score_error: str = ""
     completion_tokens: int | None = None
+    form: Any = field(default=None, compare=False)  # the Pydantic model of its `response_format`
+
+    @property
+    def parsed(self) -> Any:
+        """Its text as a value of the Pydantic model that was its `response_format`. Raises NotParsed."""
+        if self.form is None:
+            raise NotParsed(self.index, "its response_format was no Pydantic model; give one")
+        if self.finish_reason != "stop":
+            ended = f"it ended with {self.finish_reason!r}" if self.finish_reason else "it runs"
+            raise NotParsed(self.index, f"{ended}; wait for it, and give max_tokens enough for it")
+        try:
+            return self.form.model_validate_json(self.text)
+        except ValueError as error:
+            raise NotParsed(self.index, str(error)) from error
 
     def take(self, event: BranchEvent, elapsed_ms: float) -> None:
         """Add one event that arrived `elapsed_ms` after the request was sent."""
