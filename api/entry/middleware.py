@@ -62,9 +62,10 @@ def age_s(request: Request) -> float:
     return asyncio.get_running_loop().time() - begun
 
 
-def warn_of(request: Request, ignored: Sequence[str]) -> None:
-    """Have the answer to `request` name fields that were ignored."""
-    shown_names = ", ".join(map(shown, ignored[:MAX_WARNED]))
+def warn_of(request: Request, ignored: Sequence[str], meant: Callable[[str], str]) -> None:
+    """Have the answer to `request` name fields that were ignored, each with what is `meant` by it."""
+    hints = ((name, meant(name)) for name in ignored[:MAX_WARNED])
+    shown_names = ", ".join(shown(name) + (f" ({hint})" if hint else "") for name, hint in hints)
     more = f", and {len(ignored) - MAX_WARNED} more" if len(ignored) > MAX_WARNED else ""
     text = f"fields that this server does not know were ignored: {shown_names}{more}"
     request.scope[_IGNORED] = text.encode("ascii", "backslashreplace")
