@@ -17,6 +17,7 @@ from starlette.types import Scope as AsgiScope
 from mallee.api.answers import (
     CHAT,
     COMPLETION,
+    FORCED_CHAT,
 )
 from mallee.api.branches.budgets import Budgets
 from mallee.api.branches.handlers import BranchHandlers
@@ -129,7 +130,8 @@ class Api:
     async def chat(self, request: Request) -> Response:
         asked = await self._asking.read(request, ChatRequest)
         plan = await self._asking.make(request, asked, self._maker.chat)
-        return await self._server.answer(request, plan, CHAT)
+        is_forced = plan.reading is not None and plan.reading.is_forced
+        return await self._server.answer(request, plan, FORCED_CHAT if is_forced else CHAT)
 
     async def tokenize(self, request: Request) -> Response:
         return await self._tokens(request, TokenizeRequest, self._tokenizing.tokenize)

@@ -22,7 +22,7 @@ from mallee.api.branches.budgets import Bound, Budgets
 from mallee.api.branches.watch import Watch
 from mallee.api.callbacks.callbacks import Callbacks
 from mallee.api.deltas import TextDelta, TextStream, TokenBytes
-from mallee.api.entry.middleware import age_s, caller_of
+from mallee.api.entry.middleware import age_s, caller_of, warn_of
 from mallee.api.errors import unexpected
 from mallee.api.jobs import Plan
 from mallee.api.sse import MAX_RUN, EventStream, unless_gone
@@ -43,6 +43,7 @@ from mallee.router.dispatch.recovery.pending import not_kept
 
 TURN_TOKENS: Final = 2048  # of a backlog, written without a turn of the loop: a few milliseconds
 LOGPROBS_COST: Final = 16  # of a token's log-probabilities, as tokens
+FREED: Final = "arguments of tools are free, since no answer can be held to"
 _WORKER: Final = attrgetter("worker")
 
 _log = logging.getLogger(__name__)
@@ -57,6 +58,12 @@ class Whole(Protocol):
         """The parts of the finished answer, one after the other."""
 
     def body(self, envelope: Envelope, choices: list[Any], usage: UsageCounter) -> object: ...
+
+
+def warn_of_tools(request: Request, plan: Plan) -> None:
+    """Have the answer to `request` name what keeps tools' arguments from being held to their schemas."""
+    if plan.output.freed:
+        warn_of(request, FREED, plan.output.freed)
 
 
 class Writer(Protocol):
@@ -113,6 +120,7 @@ class Server:
         Raises MalleeError, and ClientGone with every branch cancelled.
         """
         caller = caller_of(request)
+        warn_of_tools(request, plan)
         if caller.visit is not UNLIMITED:
             await caller.visit.ready(**plan.needs)
             caller.visit.begin(plan.num_choices, plan.prompt_tokens)
