@@ -295,13 +295,15 @@ def build_api(
     )
     asking = Asking(entry.scopes, limits, max_model_len=window, pool=entry.pool)
     turns = TurnMaker(reader, chat_reader, maker)
+    responses = Responses(asking, server, turns, settings.responses, gateway.tasks)
+    threads = responses.conversations
     api = Api(
         server,
         maker,
         asking,
         tokenizing=Tokenizing(reader, chat_reader, tokenizer, window),
-        responses=Responses(asking, server, turns, settings.responses, gateway.tasks),
-        messages=MessagesHandlers(server, maker, asking, reader, chat_reader),
+        responses=responses,
+        messages=MessagesHandlers(server, maker, asking, reader, chat_reader, turns, threads),
         branches=BranchHandlers(gateway, maker, reader, asking),
         aliases=model.aliases,
         created=model.created,

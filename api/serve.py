@@ -83,6 +83,18 @@ class Writer(Protocol):
         """The last one of an answer that fails after its beginning; `left` are choices that end by it."""
 
 
+class Keeper(Protocol):
+    """Keeps an answer of one choice; `observers` see its request, `ended` is awaited before its end."""
+
+    @property
+    def observers(self) -> Sequence[Observer]: ...
+
+    def add(self, delta: TextDelta) -> None: ...
+
+    async def ended(self, name: str) -> None:
+        """`name`: the answer's."""
+
+
 class Named(NamedTuple):
     """The name of a request to come, and the account that bounds it."""
 
@@ -114,7 +126,13 @@ class Server:
     budgets: Budgets
     callbacks: Callbacks
 
-    async def answer(self, request: Request, plan: Plan, answer_format: AnswerFormat) -> Response:
+    async def answer(
+        self,
+        request: Request,
+        plan: Plan,
+        answer_format: AnswerFormat,
+        keeper: Keeper | None = None,
+    ) -> Response:
         """The whole answer, or a stream whose first delta is there: failures before it are raised.
 
         Raises MalleeError, and ClientGone with every branch cancelled.
@@ -128,15 +146,15 @@ class Server:
         if plan.returns_ids:
             plan = await unless_gone(request.receive, self.with_prefix(plan))
         if not plan.stream:
-            whole = self._whole(plan, prepare_s, answer_format, caller)
+            whole = self._whole(plan, prepare_s, answer_format, caller, keeper)
             return await unless_gone(request.receive, whole)
         usage = self._usage(plan, caller)
-        text, first = await unless_gone(request.receive, self._opened(plan, prepare_s))
+        text, first = await unless_gone(request.receive, self._opened(plan, prepare_s, keeper))
         token_bytes = self.tokenizer.token_bytes if plan.logprobs else None
         writer = answer_format.begin_stream(
             plan, token_bytes, self._envelope(text, plan), names_workers=caller.is_operator
         )
-        events = self._events(first, text, usage, plan, writer)
+        events = self._events(first, text, usage, plan, writer, keeper)
         headers = _worker_header(map(_WORKER, text.streams), caller)
         return EventStream(events, text.aclose, headers, idle=writer.idle)
 
@@ -279,10 +297,14 @@ class Server:
         return TextStream(streams, plan, self.tokenizer, watch)
 
     async def read(
-        self, plan: Plan, prepare_s: float, take: Callable[[TextDelta], None]
+        self,
+        plan: Plan,
+        prepare_s: float,
+        take: Callable[[TextDelta], None],
+        observers: Sequence[Observer] = (),
     ) -> TextStream:
         """The answer, which has come to its end: `take` had each delta. Raises MalleeError."""
-        text, owed = await self.start(plan, prepare_s), 0
+        text, owed = await self.start(plan, prepare_s, observers=observers), 0
         cost = LOGPROBS_COST if plan.logprobs else 1
         try:
             async for delta in text:
@@ -321,7 +343,12 @@ class Server:
         return await self.gateway.sessions.budget(terms.session, scope, terms.parent_session)
 
     async def _whole(
-        self, plan: Plan, prepare_s: float, answer_format: AnswerFormat, caller: Caller
+        self,
+        plan: Plan,
+        prepare_s: float,
+        answer_format: AnswerFormat,
+        caller: Caller,
+        keeper: Keeper | None,
     ) -> Response:
         token_bytes = self.tokenizer.token_bytes if plan.logprobs else None
         answer = answer_format.begin_whole(plan, token_bytes, names_workers=caller.is_operator)
@@ -330,8 +357,12 @@ class Server:
         def take(delta: TextDelta) -> None:
             answer.add(delta)
             usage.add(delta)
+            if keeper is not None:
+                keeper.add(delta)
 
-        text = await self.read(plan, prepare_s, take)
+        text = await self.read(plan, prepare_s, take, keeper.observers if keeper else ())
+        if keeper is not None:
+            await keeper.ended(text.streams[0].request)
         choices = []
         for choice in answer.choices():
             choices.append(choice)
@@ -340,9 +371,12 @@ class Server:
         body = answer.body(self._envelope(text, plan), choices, usage)
         return json_response(body, headers=_worker_header(map(_WORKER, text.streams), caller))
 
-    async def _opened(self, plan: Plan, prepare_s: float) -> tuple[TextStream, TextDelta]:
+    async def _opened(
+        self, plan: Plan, prepare_s: float, keeper: Keeper | None
+    ) -> tuple[TextStream, TextDelta]:
         """The answer begun, and its first delta; the caller closes it."""
-        text = await self.start(plan, prepare_s)
+        observers = keeper.observers if keeper is not None else ()
+        text = await self.start(plan, prepare_s, observers=observers)
         try:
             return text, await anext(text)
         except BaseException:
@@ -356,6 +390,7 @@ class Server:
         usage: UsageCounter,
         plan: Plan,
         writer: Writer,
+        keeper: Keeper | None,
     ) -> AsyncGenerator[bytes, None]:
         left, owed = set(range(plan.num_choices)), 0  # choices that have not ended
         cost = LOGPROBS_COST if plan.logprobs else 1
@@ -365,12 +400,16 @@ class Server:
                 events: list[bytes] = []  # of all that waits: one write
                 while delta is not None and len(events) < MAX_RUN and owed < TURN_TOKENS:
                     usage.add(delta)
+                    if keeper is not None:
+                        keeper.add(delta)
                     owed += delta.num_tokens * cost
                     if delta.finish is not None:
                         left.discard(delta.index)
                     events.append(writer.events(delta, usage))
                     delta = text.take()
                 if not left:
+                    if keeper is not None:
+                        await keeper.ended(text.streams[0].request)
                     events.append(writer.end(usage))
                 if written := b"".join(events):
                     yield written
