@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, ClassVar, Final, Self
 
 from mallee.actors.build import build_router, freeze_heap, resolve, share_interpreter
@@ -225,8 +226,8 @@ def _source(config: FrontConfig) -> EndpointSource:
 
 
 def _context(config: FrontConfig) -> "zmq.asyncio.Context | None":
-    if config.events_port is None:
-        return None
+    if config.model is None or (config.events_port is None and find_spec("zmq") is None):
+        return None  # KV events name blocks by their tokens
     import zmq.asyncio  # without KV events it is not needed
 
     return zmq.asyncio.Context()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
+from mallee.protocol.capabilities import Capability, needs_of
 from mallee.protocol.ids import (
     COMMON,
     CapsuleId,
@@ -111,11 +112,18 @@ class _Job:
     limits: Limits
     scope: Scope
     """The owner of the request, and of the capsules that it leaves."""
+    grammar: Grammar | None
+    retain: tuple[RetainSpan, ...]
 
     @property
     def max_tokens(self) -> int:
         """Tokens to generate in each branch, at most."""
         return self.limits.max_tokens
+
+    @property
+    def needs(self) -> frozenset[Capability]:
+        """The abilities that an engine needs for it."""
+        return needs_of(grammar=self.grammar, limits=self.limits, retain=self.retain)
 
     def abandon(self, request: RequestId, rows: Collection[int], *, is_all: bool) -> list[Command]:
         """The commands that end `rows`, which their reader gave up; `is_all`: they are all that are left.
@@ -168,6 +176,7 @@ class GenerateJob(_PromptJob):
     retain: tuple[RetainSpan, ...] = ()
     affinity: int = 0
     places: tuple[int, ...] = ()  # where others may go on from its prompt
+    prompt_logprobs: int = -1  # as `Generate.prompt_logprobs`
 
     @property
     def operation(self) -> str:
@@ -202,6 +211,7 @@ class GenerateJob(_PromptJob):
             retain=self.retain,
             holders=holders,
             places=self.places,
+            prompt_logprobs=-1 if self.drawn else self.prompt_logprobs,
         )
 
 
@@ -236,6 +246,10 @@ class PrefillJob(_PromptJob):
     @property
     def salt(self) -> Scope:
         return private_part(self.scope, self.nonce) if self.nonce else self.scope
+
+    @property
+    def needs(self) -> frozenset[Capability]:
+        return needs_of(retain=self.retain, holders=self.holders)
 
     @property
     def suffix_lengths(self) -> list[int]:
@@ -301,6 +315,12 @@ class ForkJob(_Job):
 
     def uncached_tokens(self, held_tokens: int) -> int:
         return sum(self.suffix_lengths)
+
+    @property
+    def needs(self) -> frozenset[Capability]:
+        return needs_of(
+            grammar=self.grammar, limits=self.limits, retain=self.retain, resumes=self.resumes
+        )
 
     @property
     def is_inheriting(self) -> bool:

@@ -9,12 +9,14 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias, get_args
 
 from mallee.actors.front.http.backends import Backends
 from mallee.actors.front.pods.endpoints import Endpoint
-from mallee.actors.front.pods.kv_events import Arrival, PodContents
+from mallee.actors.front.pods.event_order import Arrival
+from mallee.actors.front.pods.kv_events import PodContents
 from mallee.actors.front.pods.metrics import (
     MAX_NBYTES,
     NO_MODELS,
@@ -24,7 +26,7 @@ from mallee.actors.front.pods.metrics import (
     read_metrics,
     read_models,
 )
-from mallee.actors.front.pods.subscriber import EventPlaces, Subscriber
+from mallee.actors.front.pods.subscriber import EventPlaces, Subscriber, told_places
 from mallee.protocol.events import Event, EventBatch, Lease, Load
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.router.router import Router
@@ -45,7 +47,9 @@ SLACK_BLOCKS: Final = (
 
 
 class PodLimits(NamedTuple):
-    """Figures of a pod that its metrics do not tell, and where it tells of its cache."""
+    """Figures of a pod that its metrics do not tell; and the ports of its KV events, where it has no
+    `/kv_event_sources` (vLLM before 0.32).
+    """
 
     block_size: int
     num_blocks: int  # where its metrics have none
@@ -92,6 +96,9 @@ class PodView(NamedTuple):
     num_blocks: int | None
     running: int
     waiting: int
+    num_blocks_known: int  # of its cache, by its events
+    num_gaps: int  # times that events of its were missing
+    left_out: Mapping[str, int]  # blocks in its events, by the reason why they were not taken in
     knowledge: Knowledge
 
 
@@ -107,7 +114,11 @@ class _Pod:
     life: int = 1  # as its metrics told it last; a younger one has a larger number
     failure: str = NOT_ASKED
     knowledge: Knowledge | None = None  # as it was logged
+    places: dict[int, EventPlaces] = field(default_factory=dict)  # of its events, by rank
+    no_events: str = "its metrics come first"  # why there are no places
+    num_left_out: int = 0  # reasons that were logged
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    readers: list[asyncio.Task[None]] = field(default_factory=list)  # of its events
 
     @property
     def worker(self) -> WorkerId:
@@ -131,7 +142,7 @@ class Pods:
         max_pods: int,
         on_join: Callable[[WorkerId, Incarnation], object],
     ) -> None:
-        """`context`: of ZeroMQ, if pods publish events."""
+        """`context`: of ZeroMQ, to read events."""
         self._router = router
         self._backends = backends
         self._context = context
@@ -170,6 +181,9 @@ class Pods:
             num_blocks=report.num_blocks,
             running=report.running,
             waiting=report.waiting,
+            num_blocks_known=len(pod.contents.names),
+            num_gaps=pod.contents.num_gaps,
+            left_out=dict(pod.contents.names.left_out),
             knowledge=self.knowledge(pod),
         )
 
@@ -184,21 +198,21 @@ class Pods:
             return Knowledge(
                 "predicted", f"its block size is {report.block_size}, the router's {size}"
             )
-        if self._context is None or self._limits.events_port is None:
-            return Knowledge("predicted", "no KV events are read")
-        if not pod.contents.order.is_whole:
-            return Knowledge("predicted", "its KV events are not known from the beginning")
+        if self._context is None:
+            return Knowledge("predicted", "without a tokenizer (model) KV events can't be used")
+        if pod.no_events or not pod.contents.is_whole:
+            return Knowledge("predicted", pod.no_events or pod.contents.why_incomplete)
         return Knowledge("exact")
 
     @property
     def num_gaps(self) -> int:
         """Times that events were found missing, over the pods there are."""
-        return sum(pod.contents.order.num_gaps for pod in self._pods.values())
+        return sum(pod.contents.num_gaps for pod in self._pods.values())
 
     @property
     def num_incomplete(self) -> int:
         """Endpoints whose events are not known from the beginning."""
-        return sum(not pod.contents.order.is_whole for pod in self._pods.values())
+        return sum(not pod.contents.is_whole for pod in self._pods.values())
 
     @property
     def num_unknown_blocks(self) -> int:
@@ -242,25 +256,15 @@ class Pods:
             )
             return
         limits = self._limits
-        contents = PodContents(
-            limits.block_size,
-            can_replay=limits.replay_port is not None,
-            max_blocks=limits.num_blocks + SLACK_BLOCKS,
-        )
+        contents = PodContents(limits.block_size, max_blocks=limits.num_blocks + SLACK_BLOCKS)
         pod = self._pods[endpoint.address] = _Pod(endpoint, contents)
         pod.tasks.append(self.tasks.spawn(self._scrape(pod), name=f"metrics of {pod.worker}"))
-        if self._context is not None and limits.events_port is not None:
-            places = _places(endpoint, limits.events_port, limits)
-            subscriber = Subscriber(
-                self._context, places, contents.order, lambda arrival: self._arrived(pod, arrival)
-            )
-            pod.tasks.append(self.tasks.spawn(subscriber.run(), name=f"events of {pod.worker}"))
         log.info("endpoint %s is followed", endpoint.address)
 
     def _forget(self, address: str) -> None:
         pod = self._pods.pop(address)
         self._tried.discard(address)
-        for task in pod.tasks:
+        for task in pod.tasks + pod.readers:
             self.tasks.cancel(task)
         for request in self._router.detach_worker(pod.worker, pod.contents.incarnation):
             self._router.free(request)
@@ -296,6 +300,8 @@ class Pods:
                     status, text = await self._get(pod, "/v1/models")
                     found = read_models(text) if status == 200 else PodModels()
                     self._learn(pod, found, report)
+                if self._context is not None and not is_same:
+                    self._read_events(pod, *await self._event_places(pod), self._context)
         except ConnectionRefusedError:
             self._close(pod)
             return "nothing listens there"
@@ -331,6 +337,40 @@ class Pods:
             self._router.free(request)
         pod.contents.incarnation = Incarnation(0)  # what it holds next is a life of its own
         log.warning("endpoint %s does not listen: it gets no new requests", pod.worker)
+
+    async def _event_places(self, pod: _Pod) -> tuple[dict[int, EventPlaces], str]:
+        """The places of a pod's events as it tells them, else as the settings do; and why there are none."""
+        status, text = await self._get(pod, "/kv_event_sources")
+        if status == 200:
+            try:
+                return told_places(text, pod.endpoint.host), ""
+            except ValueError as error:
+                return {}, str(error)
+        if self._limits.events_port is not None:
+            return {0: _places(pod.endpoint, self._limits.events_port, self._limits)}, ""
+        return {}, "it has no /kv_event_sources (vLLM before 0.32), and events_port is not set"
+
+    def _read_events(
+        self,
+        pod: _Pod,
+        places: dict[int, EventPlaces],
+        why_none: str,
+        context: "zmq.asyncio.Context",
+    ) -> None:
+        """Read the events at `places`, unless that is done already."""
+        pod.no_events = why_none
+        if places == pod.places:
+            return
+        for task in pod.readers:
+            self.tasks.cancel(task)
+        pod.readers.clear()
+        pod.places = places
+        self._publish(pod, pod.contents.reset())
+        for rank, each in places.items():
+            order = pod.contents.follow(rank, can_replay=each.replay is not None)
+            subscriber = Subscriber(context, each, order, partial(self._arrived, pod, rank))
+            name = f"events of {pod.worker}, rank {rank}"
+            pod.readers.append(self.tasks.spawn(subscriber.run(), name=name))
 
     def _renew(self, pod: _Pod) -> None:
         """Renew the pod's lease by its last report."""
@@ -368,7 +408,7 @@ class Pods:
             max_rows=limits.max_rows,
             max_model_len=pod.models.max_model_len,
             next_seq=contents.next_seq,
-            kv_events=contents.order.is_whole and report.block_size in (None, limits.block_size),
+            kv_events=contents.is_whole and report.block_size in (None, limits.block_size),
             load=load,
             is_draining=pod.endpoint.is_draining,
         )
@@ -380,14 +420,17 @@ class Pods:
             return self._limits.num_blocks
         return max(1, report.num_blocks * (report.block_size or size) // size)
 
-    def _arrived(self, pod: _Pod, arrival: Arrival) -> None:
-        events = pod.contents.take(arrival)
-        if pod.contents.incarnation:  # else its metrics come first, and then all that is known
-            self._publish(pod, events)
+    def _arrived(self, pod: _Pod, rank: int, arrival: Arrival) -> None:
+        events = pod.contents.take(arrival, rank)
+        left_out = pod.contents.names.left_out
+        for reason in list(left_out)[pod.num_left_out :]:
+            log.info("endpoint %s: left out of its KV events: %s", pod.worker, reason)
+        pod.num_left_out = len(left_out)
+        self._publish(pod, events)
 
     def _publish(self, pod: _Pod, events: Sequence[Event]) -> None:
-        if not events:
-            return
+        if not events or not pod.contents.incarnation:
+            return  # before its first metrics, with which all that is known is told
         contents = pod.contents
         batch = EventBatch(pod.worker, contents.incarnation, contents.next_seq, tuple(events))
         contents.next_seq = batch.next_seq
