@@ -6,6 +6,7 @@ import json
 import socket
 from pathlib import Path
 
+import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,6 +18,7 @@ from mallee.actors.front.proxy.config import ProxyConfig
 from mallee.actors.front.proxy.proxy import Proxy
 from mallee.gateway.access.keys import new_key
 from mallee.protocol.errors import ConfigError
+from mallee.testing.vllm_pod import VllmPod
 from support.backends import (
     PLAIN,
     Backend,
@@ -28,6 +30,7 @@ from support.backends import (
     wire,
 )
 from support.expositions import check_exposition
+from support.pickers import pods
 from support.waiting import until
 
 pytestmark = pytest.mark.real_time  # sockets
@@ -656,3 +659,30 @@ async def test_a_decision_alone_is_told_and_booked_until_it_is_released() -> Non
             assert (await ask("release", **wrong))[0] == 400
         assert not a.received
         assert not b.received
+
+
+async def test_openais_client_streams_through_it() -> None:
+    async with pods(2) as found, VllmPod() as third:
+        addresses = tuple(each.address for each in (*found, third))
+        config = ProxyConfig(listen="127.0.0.1:0", endpoints=addresses, scrape_s=0.1)
+        async with Proxy(config) as proxy:
+            await until(lambda: len(proxy.router.workers()) == 3)
+            async with openai.AsyncOpenAI(
+                base_url=f"http://127.0.0.1:{proxy.port}/v1", api_key="sk-1", max_retries=0
+            ) as client:
+                cached = []
+                for num in (512, 1024):
+                    stream = await client.completions.create(
+                        model="m",
+                        prompt=list(range(num)),
+                        max_tokens=3,
+                        stream=True,
+                        stream_options={"include_usage": True},
+                    )
+                    chunks = [chunk async for chunk in stream]
+                    usage = chunks[-1].usage
+                    assert len(chunks) == 4
+                    assert usage is not None
+                    assert usage.prompt_tokens_details is not None
+                    cached.append(usage.prompt_tokens_details.cached_tokens)
+                assert cached == [0, 512]

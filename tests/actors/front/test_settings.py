@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from mallee.actors.front.config import FrontConfig
 from mallee.actors.front.picker.config import PickerConfig
+from mallee.actors.front.proxy.config import ProxyConfig
 from mallee.cli.main import cli
 from mallee.cli.serving.fronts import make_front_config
 from mallee.protocol.errors import ConfigError
@@ -50,6 +52,18 @@ def test_wrong_settings_are_refused_by_name(
     with pytest.raises(ConfigError, match=re.escape(said)) as error:
         make_front_config(PickerConfig, "picker", file, None, {})
     assert "u:p" not in str(error.value)
+
+
+def test_the_routers_page_names_its_own_settings_with_their_defaults() -> None:
+    """Those of a picker's page it does not repeat."""
+    page = (ROOT / "docs" / "router.md").read_text()
+    shown = page.partition("## Settings")[2].partition("## Moving over")[0]
+    own = ProxyConfig.model_fields.keys() - FrontConfig.model_fields.keys()
+    listed = set(re.findall(r"^    ([a-z_]+):", shown, re.MULTILINE))
+    assert own | {"listen", "scrape_s", "endpoints", "fleet"} == listed
+    for name in ("scrape_s", "max_requests", "head_s", "body_s", "silence_s", "retries", "listen"):
+        default = ProxyConfig.model_fields[name].default
+        assert re.search(rf"^    {name}: {re.escape(str(default))}(\s|$)", shown, re.M), name
 
 
 def test_options_win_over_assignments_and_those_over_the_file(tmp_path: Path) -> None:
