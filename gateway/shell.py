@@ -34,6 +34,7 @@ from mallee.router.dispatch.effects import (
 )
 from mallee.router.dispatch.inboxes import Injection
 from mallee.router.router import Router
+from mallee.router.sync.replicas import Room
 from mallee.runtime.bus.bus import Bus
 from mallee.runtime.tasks import Tasks
 from mallee.runtime.telemetry.logs import ids, told
@@ -194,6 +195,15 @@ class Shell:
     def on_change(self, worker: WorkerId) -> None:
         self.dispatcher.on_room(worker)
         self.carry_out()
+
+    @property
+    def room(self) -> Room:
+        return self.dispatcher.room
+
+    def on_heard(self) -> None:
+        if self.dispatcher.num_waiting:
+            self.dispatcher.on_heard()
+            self.carry_out()
 
     def on_loss(self, worker: WorkerId, reason: str) -> None:
         self.dispatcher.on_lost(worker, reason, is_death=is_death(reason))

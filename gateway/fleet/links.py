@@ -19,7 +19,7 @@ from mallee.protocol.model import ModelSpec, WeightVersion
 from mallee.protocol.parcels import CHANGED, LEAVING
 from mallee.protocol.subjects import Subjects
 from mallee.router.router import Router
-from mallee.router.sync.replicas import ReplicaStats
+from mallee.router.sync.replicas import ReplicaStats, Room
 from mallee.runtime.bus.bus import Bus
 from mallee.runtime.tasks import Tasks
 from mallee.runtime.telemetry.logs import ids
@@ -51,6 +51,15 @@ class LinkOwner(Protocol):
 
     def on_loss(self, worker: WorkerId, reason: str) -> None:
         """Its link is over."""
+        ...
+
+    @property
+    def room(self) -> Room:
+        """The waiting room, which is told of those of other gateways."""
+        ...
+
+    def on_heard(self) -> None:
+        """Other gateways said what they booked and freed."""
         ...
 
     def is_busy(self, worker: WorkerId) -> bool:
@@ -105,7 +114,14 @@ class WorkerLinks:
         self._bookings: BookingFeed | None = None
         if router.outbox is not None:
             self._bookings = BookingFeed(
-                bus, router, router.outbox, pump=self._feed.pump, fleet=fleet, clock=clock
+                bus,
+                router,
+                router.outbox,
+                pump=self._feed.pump,
+                fleet=fleet,
+                clock=clock,
+                room=owner.room,
+                on_heard=owner.on_heard,
             )
 
     async def start_up(self, metrics_at: str) -> None:

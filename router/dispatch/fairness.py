@@ -5,7 +5,8 @@ virtual time at which its next ticket may start; serving cost c moves it by c / 
 tag is served next. Two tenants that both wait all the time therefore get costs in proportion to their
 weights within one largest ticket each. A tenant that starts to wait starts at the lowest tag of those
 that wait, or at its own if that is higher: it brings no credit from its idle time and leaves no
-debt behind by pausing. Deficit round robin was the alternative; it needs a quantum of about the
+debt behind by pausing. Tenants that wait at other gateways only are among those that wait (`elsewhere`),
+and are charged what is served there, so that all gateways see about the same tags. Deficit round robin was the alternative; it needs a quantum of about the
 largest cost, and makes a lone request wait for a round of quanta instead of a round of tickets.
 
 Inside a tenant the highest priority goes first, then the oldest. The oldest may be overtaken
@@ -19,12 +20,15 @@ such entries. Every operation is O(log n), amortised.
 
 import heapq
 from collections import deque
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
 
+from mallee.protocol.bookings import Lag
 from mallee.protocol.ids import WorkerId
 
 _SLACK = 64  # stale entries that a heap may always hold
+_STEP = 0.125  # part of the last ticket in a tenant's step
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +70,17 @@ class _Tenant:
     tag: float = 0.0
     turn: int = 0  # breaks ties of tags: the tenant that waited longest for one goes first
     version: int = 0  # of its listing; all others are stale
+    step: float = 0.0  # by which a ticket moves its tag, about
     num_waiting: int = 0
+    num_elsewhere: int = 0  # other gateways at which it waits
     num_overtakes: int = 0
     returned: deque[Entry] = field(default_factory=deque)
     by_age: deque[Entry] = field(default_factory=deque)
     by_rank: list[tuple[int, int, Entry]] = field(default_factory=list)
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.num_waiting or self.num_elsewhere)
 
     def add(self, entry: Entry) -> None:
         entry.overtakes_before = self.num_overtakes
@@ -128,6 +138,17 @@ class _Tenant:
             heapq.heapify(self.by_rank)
 
 
+_Listing: TypeAlias = tuple[float, int, int, _Tenant]  # tag, turn, version
+
+
+class Next(NamedTuple):
+    """The tenant that is served next, of those that wait here or of those that wait elsewhere alone."""
+
+    tenant: str
+    tag: float
+    step: float  # by which one of its tickets moves its tag, about
+
+
 class FairQueue:
     """Entries of many tenants, in the order above. Knows neither time nor limits."""
 
@@ -139,8 +160,9 @@ class FairQueue:
         self._max_overtakes = max_overtakes
         self._max_idle = max_idle_tenants
         self._tenants: dict[str, _Tenant] = {}
-        self._waiting: list[tuple[float, int, int, _Tenant]] = []  # tag, turn, version
-        self._idle: list[tuple[float, int, int, _Tenant]] = []
+        self._waiting: list[_Listing] = []
+        self._elsewhere: list[_Listing] = []  # of tenants that wait at other gateways alone
+        self._idle: list[_Listing] = []
         self._num_idle = 0
         self._num_waiting = 0
         self._num_turns = 0
@@ -152,29 +174,25 @@ class FairQueue:
     def push(self, entry: Entry) -> None:
         """Add `entry`, behind the older ones of its tenant and priority."""
         self._forget()
-        name = entry.ticket.tenant
-        tenant = self._tenants.get(name)
-        if tenant is None:
-            tenant = self._tenants[name] = _Tenant(name, self._weights.get(name, 1.0))
-            self._num_idle += 1
+        tenant = self._tenant(entry.ticket.tenant)
+        if tenant.is_idle:
+            self._lift(tenant)
+            self._num_idle -= 1
         tenant.add(entry)
         self._num_waiting += 1
         if tenant.num_waiting == 1:
-            lowest = self._lowest()
-            tenant.tag = tenant.tag if lowest is None else max(tenant.tag, lowest)
-            self._num_idle -= 1
             self._list(tenant, self._next_turn())
 
     def pop(self) -> Entry | None:
         """Remove, charge and return the next entry; None if none waits."""
-        if self._lowest() is None:
+        if self._top(self._waiting) is None:
             return None
         *_, tenant = heapq.heappop(self._waiting)
         entry = tenant.take(self._max_overtakes)
         self._num_waiting -= 1
         entry.tag, entry.turn = tenant.tag, tenant.turn
         tenant.tag += entry.ticket.cost / tenant.weight
-        self._num_idle += not tenant.num_waiting
+        self._num_idle += tenant.is_idle
         self._list(tenant, self._next_turn())
         return entry
 
@@ -185,13 +203,11 @@ class FairQueue:
         """
         tenant = self._tenants.get(entry.ticket.tenant)
         if tenant is None:
-            name = entry.ticket.tenant
-            tenant = self._tenants[name] = _Tenant(name, self._weights.get(name, 1.0))
+            tenant = self._tenant(entry.ticket.tenant)
             tenant.tag = entry.tag
-            self._num_idle += 1
         else:
             tenant.tag -= entry.ticket.cost / tenant.weight
-        self._num_idle -= not tenant.num_waiting
+        self._num_idle -= tenant.is_idle
         tenant.put_back(entry)
         self._num_waiting += 1
         self._list(tenant, entry.turn)
@@ -199,7 +215,10 @@ class FairQueue:
     def settle(self, entry: Entry, cost: float) -> None:
         """Correct a popped entry's cost to `cost`. To be called before any `push`."""
         tenant = self._tenants.get(entry.ticket.tenant)
-        if tenant is not None and cost != entry.ticket.cost:
+        if tenant is None:
+            return
+        tenant.step += (cost / tenant.weight - tenant.step) * _STEP
+        if cost != entry.ticket.cost:
             tenant.tag += (cost - entry.ticket.cost) / tenant.weight
             self._list(tenant, tenant.turn)
 
@@ -209,18 +228,71 @@ class FairQueue:
         tenant.remove(entry)
         self._num_waiting -= 1
         if not tenant.num_waiting:
-            self._num_idle += 1
+            self._num_idle += tenant.is_idle
             self._list(tenant, tenant.turn)
+
+    # Other gateways
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether a tenant waits at other gateways alone."""
+        return self._top(self._elsewhere) is not None
+
+    def wait_elsewhere(self, name: str, num: int) -> None:
+        """A tenant waits at so many more other gateways; negative: at less."""
+        self._forget()
+        tenant = self._tenant(name)
+        if tenant.is_idle:
+            self._lift(tenant)
+        self._num_idle -= tenant.is_idle
+        tenant.num_elsewhere += num
+        assert tenant.num_elsewhere >= 0, f"{name} waits at {tenant.num_elsewhere} gateways"
+        self._num_idle += tenant.is_idle
+        self._list(tenant, tenant.turn)
+
+    def charge(self, name: str, cost: float) -> None:
+        """Charge what another gateway served of a tenant's. Without anyone that waits it counts for nothing."""
+        if self._lowest() is None:
+            return
+        tenant = self._tenant(name)
+        if tenant.is_idle:
+            self._lift(tenant)
+        tenant.tag += cost / tenant.weight
+        self._list(tenant, self._next_turn())
+
+    def next(self, *, is_elsewhere: bool = False) -> Next | None:
+        """The next of those that wait here, or of those that wait elsewhere alone."""
+        top = self._top(self._elsewhere if is_elsewhere else self._waiting)
+        return None if top is None else Next(top[3].name, top[0], top[3].step)
+
+    def elsewhere(self) -> dict[str, int]:
+        """Numbers of other gateways at which tenants wait."""
+        return {t.name: t.num_elsewhere for t in self._tenants.values() if t.num_elsewhere}
+
+    def lags(self, most: int) -> tuple[Lag, ...]:
+        """Those that wait, here or elsewhere, by how far their tags are above the lowest."""
+        waiting = [(t.tag, t.turn, t.name) for t in self._tenants.values() if not t.is_idle]
+        found = heapq.nsmallest(most, waiting)
+        return tuple((name, tag - found[0][0]) for tag, _, name in found)
+
+    def adopt(self, lags: Iterable[Lag]) -> None:
+        """Have tenants that wait be so far above the lowest tag."""
+        lowest = self._lowest()
+        for name, lag in lags:
+            tenant = self._tenants.get(name)
+            if lowest is not None and tenant is not None and not tenant.is_idle:
+                tenant.tag = lowest + lag
+                self._list(tenant, tenant.turn)
 
     def check(self) -> None:
         """Raises AssertionError unless counts, heaps and listings follow from the entries."""
         listed = {
             tenant.name: (tag, turn)
-            for tag, turn, version, tenant in (*self._waiting, *self._idle)
+            for tag, turn, version, tenant in (*self._waiting, *self._elsewhere, *self._idle)
             if version == tenant.version and self._tenants.get(tenant.name) is tenant
         }
         assert listed == {t.name: (t.tag, t.turn) for t in self._tenants.values()}, "unlisted"
-        assert self._num_idle == sum(not t.num_waiting for t in self._tenants.values())
+        assert self._num_idle == sum(t.is_idle for t in self._tenants.values())
         assert self._num_waiting == sum(t.num_waiting for t in self._tenants.values())
         for tenant in self._tenants.values():
             held = {id(e) for e in (*tenant.returned, *tenant.by_age) if e.is_waiting}
@@ -232,6 +304,18 @@ class FairQueue:
             most = 2 * tenant.num_waiting + self._max_overtakes + 2 * _SLACK
             assert max(len(tenant.by_age), len(tenant.by_rank)) <= most, "too many stale entries"
 
+    def _tenant(self, name: str) -> _Tenant:
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            tenant = self._tenants[name] = _Tenant(name, self._weights.get(name, 1.0))
+            self._num_idle += 1
+        return tenant
+
+    def _lift(self, tenant: _Tenant) -> None:
+        """It begins to wait, or is served as if it did: it brings no credit."""
+        lowest = self._lowest()
+        tenant.tag = tenant.tag if lowest is None else max(tenant.tag, lowest)
+
     def _next_turn(self) -> int:
         self._num_turns += 1
         return self._num_turns
@@ -241,21 +325,30 @@ class FairQueue:
         tenant.turn = turn
         self._num_listings += 1
         tenant.version = self._num_listings
-        heap = self._waiting if tenant.num_waiting else self._idle
+        heap = self._waiting
+        if not tenant.num_waiting:
+            heap = self._elsewhere if tenant.num_elsewhere else self._idle
         heapq.heappush(heap, (tenant.tag, turn, tenant.version, tenant))
         if len(heap) > 2 * len(self._tenants) + _SLACK:
             heap[:] = [item for item in heap if not self._is_stale(item)]
             heapq.heapify(heap)
 
-    def _is_stale(self, item: tuple[float, int, int, _Tenant]) -> bool:
+    def _is_stale(self, item: _Listing) -> bool:
         *_, version, tenant = item
         return version != tenant.version or self._tenants.get(tenant.name) is not tenant
 
     def _lowest(self) -> float | None:
         """The lowest tag of those that wait."""
-        while self._waiting and self._is_stale(self._waiting[0]):
-            heapq.heappop(self._waiting)
-        return self._waiting[0][0] if self._waiting else None
+        here, elsewhere = self._top(self._waiting), self._top(self._elsewhere)
+        if here is None or elsewhere is None:
+            found = here or elsewhere
+            return None if found is None else found[0]
+        return min(here[0], elsewhere[0])
+
+    def _top(self, heap: list[_Listing]) -> _Listing | None:
+        while heap and self._is_stale(heap[0]):
+            heapq.heappop(heap)
+        return heap[0] if heap else None
 
     def _forget(self) -> None:
         """Drop idle tenants without a debt, and the smallest debts beyond the limit.

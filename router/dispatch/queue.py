@@ -5,12 +5,12 @@ capsule is there) in that worker's lane, so that neither stands in the way of th
 capsule is being computed again is in the lane HELD, where none is tried. Shares and
 order (`router.dispatch.fairness`) hold within a lane; limits, deadlines and the drain rate over all of them.
 The owner pops a ticket, tries to place it, then settles it or pushes it back; it does so before it
-offers the next one.
+offers the next one. The other gateways are told of the common lane's tenants (`router.dispatch.elsewhere`).
 """
 
 import heapq
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -46,10 +46,17 @@ class AdmissionConfig:
 
 
 class AdmissionQueue:
-    """Tickets in lanes. Methods that take `now` (seconds) never see it run backwards."""
+    """Tickets in lanes. Methods that take `now` (seconds) never see it run backwards.
 
-    def __init__(self, config: AdmissionConfig) -> None:
+    `tell(tenant, cost)` is called when a tenant begins to wait in the common lane, or some of it leaves.
+    """
+
+    def __init__(
+        self, config: AdmissionConfig, tell: Callable[[str, float], None] = lambda tenant, cost: None
+    ) -> None:
         self.config = config
+        self._tell = tell
+        self.common: dict[str, int] = {}  # tickets of the common lane, waiting or tried, by tenant
         self._lanes: dict[WorkerId | None, FairQueue] = {}
         self._waiting: dict[Hashable, Entry] = {}
         self.tickets: Mapping[Hashable, Entry] = (
@@ -92,15 +99,23 @@ class AdmissionQueue:
         self._per_tenant[ticket.tenant] += 1
         entry = Entry(ticket, self._num_offered, 0)
         self._waiting[ticket.key] = entry
-        lane = self._lanes.get(ticket.worker)
+        self.lane(ticket.worker).push(entry)
+        self._watch(entry)
+        if ticket.worker is None:
+            num = self.common[ticket.tenant] = self.common.get(ticket.tenant, 0) + 1
+            if num == 1:
+                self._tell(ticket.tenant, 0.0)
+
+    def lane(self, worker: WorkerId | None) -> FairQueue:
+        """A worker's lane, or the common one."""
+        lane = self._lanes.get(worker)
         if lane is None:
-            lane = self._lanes[ticket.worker] = FairQueue(
+            lane = self._lanes[worker] = FairQueue(
                 self.config.weights,
                 max_overtakes=self.config.max_overtakes,
                 max_idle_tenants=self.config.max_idle_tenants,
             )
-        lane.push(entry)
-        self._watch(entry)
+        return lane
 
     def pop(self, now: float, worker: WorkerId | None = None) -> Ticket | None:
         """The ticket of `worker`'s lane to be tried next, or None; never one whose time is over.
@@ -131,7 +146,7 @@ class AdmissionQueue:
         entry = self.trying.pop(ticket.key)
         lane = self._lanes[ticket.worker]
         lane.settle(entry, cost)
-        self._left(ticket)
+        self._left(ticket, cost)
         self._rate.departed(now)
 
     def cancel(self, key: Hashable) -> bool:
@@ -221,7 +236,7 @@ class AdmissionQueue:
         del self._waiting[entry.ticket.key]
         self._left(entry.ticket)
 
-    def _left(self, ticket: Ticket) -> None:
+    def _left(self, ticket: Ticket, cost: float = 0.0) -> None:
         self._per_tenant[ticket.tenant] -= 1
         if not self._per_tenant[ticket.tenant]:
             del self._per_tenant[ticket.tenant]
@@ -229,8 +244,20 @@ class AdmissionQueue:
             weight = self._total_weight - self._weight(ticket.tenant)
             self._total_weight = weight if self._per_tenant else 0.0
         lane = ticket.worker
-        if not self._lanes[lane] and all(e.ticket.worker != lane for e in self.trying.values()):
-            del self._lanes[lane]
+        if lane is None:
+            num = self.common[ticket.tenant] = self.common[ticket.tenant] - 1
+            if not num:
+                del self.common[ticket.tenant]
+            if cost or not num:
+                self._tell(ticket.tenant, cost)
+        if not len(self._lanes[lane]) and all(e.ticket.worker != lane for e in self.trying.values()):
+            self.drop_empty(lane)
+
+    def drop_empty(self, worker: WorkerId | None) -> None:
+        """Forget a lane in which nobody waits, also elsewhere."""
+        lane = self._lanes.get(worker)
+        if lane is not None and not (len(lane) or lane.is_elsewhere):
+            del self._lanes[worker]
 
 
 # The drain rate of a queue, and from it the time to retry after a refusal.
