@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from functools import partial
 from math import nan
 
+from msgspec.structs import replace
+
 from mallee.mocker.engine import Outcome
 from mallee.mocker.replay.build import AnyGateway, ReplayBuilder
 from mallee.mocker.replay.clients import Clients
@@ -13,6 +15,7 @@ from mallee.mocker.replay.clock import Clock
 from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.replay.fleet.faults import actions
 from mallee.mocker.replay.fleet.workers import Worker
+from mallee.mocker.replay.gateway.gateway import Gateway
 from mallee.mocker.replay.gateway.requests import Asked, CapsuleRef
 from mallee.mocker.replay.gateway.texts import ReplayTexts
 from mallee.mocker.replay.records import EventLog, Gaps, Rows
@@ -334,7 +337,8 @@ class Simulation:
         if is_up and len(self.gateways) > 1:
             for gateway in self.gateways:  # the others see what they missed
                 assert gateway.router.outbox is not None
-                self._broadcast(gateway, gateway.router.outbox.heartbeat())
+                lags = gateway.room.lags() if isinstance(gateway, Gateway) else ()
+                self._broadcast(gateway, replace(gateway.router.outbox.heartbeat(), lags=lags))
 
     # Bookings
 

@@ -24,7 +24,7 @@ from mallee.protocol.bookings import Lag
 from mallee.router.dispatch.queue import AdmissionQueue
 from mallee.router.sync.outbox import Outbox
 
-YIELD_S: Final = 0.03
+YIELD_S: Final = 0.04
 PASSED_S: Final = (0.25, 4.0)  # the first and the longest time for which a gateway is passed over
 SLACK: Final = 4.0  # tickets by which a tenant is clearly ahead
 MAX_TURNS: Final = 8  # of this gateway, before another one at which the same tenant waits has one
@@ -114,7 +114,7 @@ class Elsewhere:
     # Turns
 
     def is_turn(self) -> bool:
-        """Whether of all that wait anywhere the next one waits here."""
+        """Whether the next of all that wait anywhere waits here."""
         lane = self._queue.lane(None)
         here, there = lane.next(), lane.next(is_elsewhere=True)
         if here is None or (there is not None and there.tag < here.tag):
@@ -133,16 +133,17 @@ class Elsewhere:
             claims = self.claims.get(tenant)
             if claims is not None and (claim := claims.by_gateway.get(gateway)) is not None:
                 self._count(claim, tenant)
-        tenant = next((tenant for tenant, _ in self._behind()), None)
-        if tenant is not None and has_room():
+        behind = next(self._behind(), None)
+        is_behind = behind is not None
+        if behind is not None and has_room():
             if now < self.yields_until:
-                self._yields_to = tenant
+                self._yields_to = behind[0]
                 self.yields_until = min(self.yields_until, now + YIELD_S)
                 return True
             self._pass_over(now)
-            tenant = None
+            is_behind = False
         self.yields_until = math.inf
-        return tenant is not None
+        return is_behind
 
     def _pass_over(self, now: float) -> None:
         """Count those to which room was left as not there, for a while."""

@@ -5,9 +5,11 @@ virtual time at which its next ticket may start; serving cost c moves it by c / 
 tag is served next. Two tenants that both wait all the time therefore get costs in proportion to their
 weights within one largest ticket each. A tenant that starts to wait starts at the lowest tag of those
 that wait, or at its own if that is higher: it brings no credit from its idle time and leaves no
-debt behind by pausing. Tenants that wait at other gateways only are among those that wait (`elsewhere`),
-and are charged what is served there, so that all gateways see about the same tags. Deficit round robin was the alternative; it needs a quantum of about the
+debt behind by pausing. Deficit round robin was the alternative; it needs a quantum of about the
 largest cost, and makes a lone request wait for a round of quanta instead of a round of tickets.
+
+Tenants that wait at other gateways only are among those that wait, and are charged what is served there
+(`router.dispatch.elsewhere`), so that all gateways keep about the same tags.
 
 Inside a tenant the highest priority goes first, then the oldest. The oldest may be overtaken
 `max_overtakes` times, then it goes next at any priority. An older ticket was overtaken at
@@ -251,7 +253,7 @@ class FairQueue:
         self._list(tenant, tenant.turn)
 
     def charge(self, name: str, cost: float) -> None:
-        """Charge what another gateway served of a tenant's. Without anyone that waits it counts for nothing."""
+        """Charge what another gateway served of a tenant's. It counts for nothing while nobody waits."""
         if self._lowest() is None:
             return
         tenant = self._tenant(name)

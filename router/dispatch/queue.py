@@ -52,7 +52,9 @@ class AdmissionQueue:
     """
 
     def __init__(
-        self, config: AdmissionConfig, tell: Callable[[str, float], None] = lambda tenant, cost: None
+        self,
+        config: AdmissionConfig,
+        tell: Callable[[str, float], None] = lambda tenant, cost: None,
     ) -> None:
         self.config = config
         self._tell = tell
@@ -250,7 +252,9 @@ class AdmissionQueue:
                 del self.common[ticket.tenant]
             if cost or not num:
                 self._tell(ticket.tenant, cost)
-        if not len(self._lanes[lane]) and all(e.ticket.worker != lane for e in self.trying.values()):
+        if not len(self._lanes[lane]) and all(
+            e.ticket.worker != lane for e in self.trying.values()
+        ):
             self.drop_empty(lane)
 
     def drop_empty(self, worker: WorkerId | None) -> None:

@@ -277,3 +277,11 @@ class Fleet:
         got = {t: n - before.get(t, 0) for t, n in self.served.items()}
         self.total = sum(got.values())
         return {t: n / self.total for t, n in got.items()}
+
+    def check(self) -> None:
+        """Raises AssertionError on a broken invariant."""
+        for gateway in self.gateways:
+            if not gateway.is_dead:
+                gateway.waiting.check()
+                gateway.replicas.check()
+                gateway.outbox.check()
