@@ -34,7 +34,6 @@ from mallee.router.dispatch.effects import (
 )
 from mallee.router.dispatch.inboxes import Injection
 from mallee.router.router import Router
-from mallee.router.sync.replicas import Room
 from mallee.runtime.bus.bus import Bus
 from mallee.runtime.tasks import Tasks
 from mallee.runtime.telemetry.logs import ids, told
@@ -103,6 +102,7 @@ class Shell:
         self, context: GatewayContext, dispatcher: Dispatcher, transport: Transport
     ) -> None:
         self.dispatcher = dispatcher
+        self.room = dispatcher.room
         self.running: dict[RequestId, RunningRequest] = {}
         self.is_closed = False
         self.tasks = Tasks(f"gateway {context.gateway}")
@@ -195,10 +195,6 @@ class Shell:
     def on_change(self, worker: WorkerId) -> None:
         self.dispatcher.on_room(worker)
         self.carry_out()
-
-    @property
-    def room(self) -> Room:
-        return self.dispatcher.room
 
     def on_heard(self) -> None:
         if self.dispatcher.num_waiting:

@@ -4,8 +4,6 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-import msgspec
-
 from mallee.protocol.bookings import (
     decode_booking_snapshot,
     decode_bookings,
@@ -138,9 +136,7 @@ class BookingFeed:
 
     def _publish_beat(self) -> None:
         lags = () if self._room is None else self._room.lags()
-        beat = self._outbox.heartbeat()
-        beat = msgspec.structs.replace(beat, metrics_at=self.metrics_at, lags=lags)
-        self._bus.publish(self._subject, encode(beat))
+        self._bus.publish(self._subject, encode(self._outbox.heartbeat(self.metrics_at, lags)))
 
     def _on_state(self, is_up: bool) -> None:
         if is_up and self._outbox.on_filled is not None:

@@ -18,8 +18,9 @@ from mallee.protocol.messages import Command, Frame
 from mallee.protocol.model import ModelSpec, WeightVersion
 from mallee.protocol.parcels import CHANGED, LEAVING
 from mallee.protocol.subjects import Subjects
+from mallee.router.dispatch.elsewhere import Elsewhere
 from mallee.router.router import Router
-from mallee.router.sync.replicas import ReplicaStats, Room
+from mallee.router.sync.replicas import ReplicaStats
 from mallee.runtime.bus.bus import Bus
 from mallee.runtime.tasks import Tasks
 from mallee.runtime.telemetry.logs import ids
@@ -33,7 +34,12 @@ RELINK_S = 2.0  # a worker whose link broke is tried again no sooner
 
 
 class LinkOwner(Protocol):
-    """Is told what comes over links, and of workers that come and go."""
+    """Is told what comes over links, and of workers that come and go.
+
+    `room` is told of tenants that wait at other gateways.
+    """
+
+    room: Elsewhere
 
     def on_frame(self, worker: WorkerId, frame: Frame) -> None: ...
 
@@ -51,11 +57,6 @@ class LinkOwner(Protocol):
 
     def on_loss(self, worker: WorkerId, reason: str) -> None:
         """Its link is over."""
-        ...
-
-    @property
-    def room(self) -> Room:
-        """The waiting room, which is told of those of other gateways."""
         ...
 
     def on_heard(self) -> None:

@@ -90,7 +90,7 @@ class ReplayBuilder(NamedTuple):
             gateway=gateway.name,
             clock=self.clock.read,
             lease_s=_FOREVER_S,
-            room=gateway.room if isinstance(gateway, Gateway) else None,
+            room=gateway.room,
             incarnation=1,
         )
 

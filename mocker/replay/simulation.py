@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from functools import partial
 from math import nan
 
-from msgspec.structs import replace
-
 from mallee.mocker.engine import Outcome
 from mallee.mocker.replay.build import AnyGateway, ReplayBuilder
 from mallee.mocker.replay.clients import Clients
@@ -15,7 +13,6 @@ from mallee.mocker.replay.clock import Clock
 from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.replay.fleet.faults import actions
 from mallee.mocker.replay.fleet.workers import Worker
-from mallee.mocker.replay.gateway.gateway import Gateway
 from mallee.mocker.replay.gateway.requests import Asked, CapsuleRef
 from mallee.mocker.replay.gateway.texts import ReplayTexts
 from mallee.mocker.replay.records import EventLog, Gaps, Rows
@@ -337,8 +334,8 @@ class Simulation:
         if is_up and len(self.gateways) > 1:
             for gateway in self.gateways:  # the others see what they missed
                 assert gateway.router.outbox is not None
-                lags = gateway.room.lags() if isinstance(gateway, Gateway) else ()
-                self._broadcast(gateway, replace(gateway.router.outbox.heartbeat(), lags=lags))
+                beat = gateway.router.outbox.heartbeat(lags=gateway.room.lags())
+                self._broadcast(gateway, beat)
 
     # Bookings
 

@@ -60,6 +60,7 @@ class Elsewhere:
 
     def __init__(self, queue: AdmissionQueue, outbox: Outbox | None) -> None:
         self._queue = queue
+        self._lane = queue.shared
         self._outbox = outbox
         self.claims: dict[str, _Claims] = {}  # by tenant; mostly none
         self._passed: list[tuple[float, str, str]] = []  # until when; gateway, tenant
@@ -83,7 +84,7 @@ class Elsewhere:
 
     def queued_elsewhere(self, gateway: str, tenant: str, cost: float, *, waits: bool) -> None:
         if cost:
-            self._queue.lane(None).charge(tenant, cost)
+            self._lane.charge(tenant, cost)
         claims = self.claims.get(tenant)
         claim = None if claims is None else claims.by_gateway.get(gateway)
         if waits and claim is None:
@@ -96,7 +97,6 @@ class Elsewhere:
                 self.yields_until = math.inf
         if claim is not None and not waits:
             self._remove(claim, tenant)
-        self._queue.drop_empty(None)
 
     def left(self, gateway: str) -> None:
         for tenant, claims in list(self.claims.items()):
@@ -105,21 +105,20 @@ class Elsewhere:
 
     def adopt(self, lags: Iterable[Lag]) -> None:
         if self.claims:
-            self._queue.lane(None).adopt(lags)
+            self._lane.adopt(lags)
 
     def lags(self) -> tuple[Lag, ...]:
-        """How far tenants that wait are ahead of each other; none if nobody waits elsewhere."""
-        return self._queue.lane(None).lags(MAX_LAGS) if self.claims else ()
+        """The lags of tenants that wait; none if nobody waits elsewhere."""
+        return self._lane.lags(MAX_LAGS) if self.claims else ()
 
     # Turns
 
     def is_turn(self) -> bool:
         """Whether the next of all that wait anywhere waits here."""
-        lane = self._queue.lane(None)
-        here, there = lane.next(), lane.next(is_elsewhere=True)
+        here, there = self._lane.next()
         if here is None or (there is not None and there.tag < here.tag):
             return False
-        claims = self.claims.get(here.tenant)
+        claims = self.claims.get(here.name)
         if claims is None:
             return True
         assert self._outbox is not None
@@ -128,6 +127,8 @@ class Elsewhere:
 
     def must_yield(self, now: float, has_room: Callable[[], bool]) -> bool:
         """Whether another gateway has the turn, and has had less than `YIELD_S` to take it."""
+        if not self.claims:
+            return False
         while self._passed and self._passed[0][0] <= now:
             _, gateway, tenant = heapq.heappop(self._passed)
             claims = self.claims.get(tenant)
@@ -152,21 +153,20 @@ class Elsewhere:
                 shortest, longest = PASSED_S
                 claim.passed_s = min(longest, max(shortest, 2 * claim.passed_s))
                 claim.is_passed = True
-                self._queue.lane(None).wait_elsewhere(tenant, -1)
+                self._lane.wait_elsewhere(tenant, -1)
                 heapq.heappush(self._passed, (now + claim.passed_s, claim.gateway, tenant))
 
     def _behind(self) -> Iterator[tuple[str, _Claim]]:
         """A tenant's claims to which the next one here has to give way."""
-        lane = self._queue.lane(None)
-        here, there = lane.next(), lane.next(is_elsewhere=True)
+        here, there = self._lane.next()
         if here is None:
             return
         if there is not None and there.tag < here.tag - SLACK * here.step:
-            yield from ((there.tenant, claim) for claim in self.claims[there.tenant].heard())
-        elif (claims := self.claims.get(here.tenant)) is not None:
+            yield from ((there.name, claim) for claim in self.claims[there.name].heard())
+        elif (claims := self.claims.get(here.name)) is not None:
             for claim in claims.heard():
                 if claims.turns - claim.turns >= MAX_TURNS:
-                    yield here.tenant, claim
+                    yield here.name, claim
 
     # Claims
 
@@ -176,27 +176,27 @@ class Elsewhere:
         if tenant in self._queue.common:
             least = min(least, claims.turns)
         claims.by_gateway[gateway] = _Claim(gateway, least)
-        self._queue.lane(None).wait_elsewhere(tenant, 1)
+        self._lane.wait_elsewhere(tenant, 1)
 
     def _count(self, claim: _Claim, tenant: str) -> None:
         """Have a claim that was passed over count again."""
         if claim.is_passed:
             claim.is_passed = False
-            self._queue.lane(None).wait_elsewhere(tenant, 1)
+            self._lane.wait_elsewhere(tenant, 1)
 
     def _remove(self, claim: _Claim, tenant: str) -> None:
         claims = self.claims[tenant]
         del claims.by_gateway[claim.gateway]
         if not claims.by_gateway:
             del self.claims[tenant]
+        if not self.claims:
+            self.yields_until = math.inf
         if not claim.is_passed:
-            self._queue.lane(None).wait_elsewhere(tenant, -1)
-        self._queue.drop_empty(None)
+            self._lane.wait_elsewhere(tenant, -1)
 
     def check(self) -> None:
         """Raises AssertionError unless the lane counts the claims that are not passed over."""
         assert all(claims.by_gateway for claims in self.claims.values()), "a tenant without claims"
         counted = {t: sum(1 for _ in claims.heard()) for t, claims in self.claims.items()}
-        found = self._queue.lane(None).elsewhere()
-        self._queue.drop_empty(None)
+        found = self._lane.elsewhere()
         assert found == {t: num for t, num in counted.items() if num}, f"{found}: {counted}"

@@ -24,7 +24,7 @@ import heapq
 from collections import deque
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from mallee.protocol.bookings import Lag
 from mallee.protocol.ids import WorkerId
@@ -64,8 +64,8 @@ class Entry:
 
 
 @dataclass(slots=True, eq=False)
-class _Tenant:
-    """One tenant's waiting entries and its place among the others."""
+class Tenant:
+    """One tenant's waiting entries and its place among the others. Belongs to its queue."""
 
     name: str
     weight: float
@@ -140,15 +140,7 @@ class _Tenant:
             heapq.heapify(self.by_rank)
 
 
-_Listing: TypeAlias = tuple[float, int, int, _Tenant]  # tag, turn, version
-
-
-class Next(NamedTuple):
-    """The tenant that is served next, of those that wait here or of those that wait elsewhere alone."""
-
-    tenant: str
-    tag: float
-    step: float  # by which one of its tickets moves its tag, about
+_Listing: TypeAlias = tuple[float, int, int, Tenant]  # tag, turn, version
 
 
 class FairQueue:
@@ -161,7 +153,7 @@ class FairQueue:
         self._weights = weights
         self._max_overtakes = max_overtakes
         self._max_idle = max_idle_tenants
-        self._tenants: dict[str, _Tenant] = {}
+        self._tenants: dict[str, Tenant] = {}
         self._waiting: list[_Listing] = []
         self._elsewhere: list[_Listing] = []  # of tenants that wait at other gateways alone
         self._idle: list[_Listing] = []
@@ -177,9 +169,7 @@ class FairQueue:
         """Add `entry`, behind the older ones of its tenant and priority."""
         self._forget()
         tenant = self._tenant(entry.ticket.tenant)
-        if tenant.is_idle:
-            self._lift(tenant)
-            self._num_idle -= 1
+        self._num_idle -= tenant.is_idle
         tenant.add(entry)
         self._num_waiting += 1
         if tenant.num_waiting == 1:
@@ -235,17 +225,10 @@ class FairQueue:
 
     # Other gateways
 
-    @property
-    def is_elsewhere(self) -> bool:
-        """Whether a tenant waits at other gateways alone."""
-        return self._top(self._elsewhere) is not None
-
     def wait_elsewhere(self, name: str, num: int) -> None:
         """A tenant waits at so many more other gateways; negative: at less."""
         self._forget()
         tenant = self._tenant(name)
-        if tenant.is_idle:
-            self._lift(tenant)
         self._num_idle -= tenant.is_idle
         tenant.num_elsewhere += num
         assert tenant.num_elsewhere >= 0, f"{name} waits at {tenant.num_elsewhere} gateways"
@@ -254,18 +237,15 @@ class FairQueue:
 
     def charge(self, name: str, cost: float) -> None:
         """Charge what another gateway served of a tenant's. It counts for nothing while nobody waits."""
-        if self._lowest() is None:
-            return
-        tenant = self._tenant(name)
-        if tenant.is_idle:
-            self._lift(tenant)
-        tenant.tag += cost / tenant.weight
-        self._list(tenant, self._next_turn())
+        if self._lowest() is not None:
+            tenant = self._tenant(name)
+            tenant.tag += cost / tenant.weight
+            self._list(tenant, self._next_turn())
 
-    def next(self, *, is_elsewhere: bool = False) -> Next | None:
-        """The next of those that wait here, or of those that wait elsewhere alone."""
-        top = self._top(self._elsewhere if is_elsewhere else self._waiting)
-        return None if top is None else Next(top[3].name, top[0], top[3].step)
+    def next(self) -> tuple[Tenant | None, Tenant | None]:
+        """The next of those that wait here, and of those that wait elsewhere alone."""
+        here, there = self._top(self._waiting), self._top(self._elsewhere)
+        return here and here[3], there and there[3]
 
     def elsewhere(self) -> dict[str, int]:
         """Numbers of other gateways at which tenants wait."""
@@ -306,23 +286,21 @@ class FairQueue:
             most = 2 * tenant.num_waiting + self._max_overtakes + 2 * _SLACK
             assert max(len(tenant.by_age), len(tenant.by_rank)) <= most, "too many stale entries"
 
-    def _tenant(self, name: str) -> _Tenant:
+    def _tenant(self, name: str) -> Tenant:
+        """The one that begins to wait, or is served: it brings no credit."""
         tenant = self._tenants.get(name)
         if tenant is None:
-            tenant = self._tenants[name] = _Tenant(name, self._weights.get(name, 1.0))
+            tenant = self._tenants[name] = Tenant(name, self._weights.get(name, 1.0))
             self._num_idle += 1
+        if tenant.is_idle and (lowest := self._lowest()) is not None:
+            tenant.tag = max(tenant.tag, lowest)
         return tenant
-
-    def _lift(self, tenant: _Tenant) -> None:
-        """It begins to wait, or is served as if it did: it brings no credit."""
-        lowest = self._lowest()
-        tenant.tag = tenant.tag if lowest is None else max(tenant.tag, lowest)
 
     def _next_turn(self) -> int:
         self._num_turns += 1
         return self._num_turns
 
-    def _list(self, tenant: _Tenant, turn: int) -> None:
+    def _list(self, tenant: Tenant, turn: int) -> None:
         """Its place is by its tag and `turn`, among those that wait or those that don't."""
         tenant.turn = turn
         self._num_listings += 1
@@ -341,11 +319,8 @@ class FairQueue:
 
     def _lowest(self) -> float | None:
         """The lowest tag of those that wait."""
-        here, elsewhere = self._top(self._waiting), self._top(self._elsewhere)
-        if here is None or elsewhere is None:
-            found = here or elsewhere
-            return None if found is None else found[0]
-        return min(here[0], elsewhere[0])
+        tops = self._top(self._waiting), self._top(self._elsewhere)
+        return min((top[0] for top in tops if top), default=None)
 
     def _top(self, heap: list[_Listing]) -> _Listing | None:
         while heap and self._is_stale(heap[0]):

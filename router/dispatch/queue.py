@@ -59,7 +59,8 @@ class AdmissionQueue:
         self.config = config
         self._tell = tell
         self.common: dict[str, int] = {}  # tickets of the common lane, waiting or tried, by tenant
-        self._lanes: dict[WorkerId | None, FairQueue] = {}
+        self.shared = self._new_lane()  # the common one
+        self._lanes: dict[WorkerId | None, FairQueue] = {None: self.shared}
         self._waiting: dict[Hashable, Entry] = {}
         self.tickets: Mapping[Hashable, Entry] = (
             self._waiting
@@ -101,23 +102,15 @@ class AdmissionQueue:
         self._per_tenant[ticket.tenant] += 1
         entry = Entry(ticket, self._num_offered, 0)
         self._waiting[ticket.key] = entry
-        self.lane(ticket.worker).push(entry)
+        lane = self._lanes.get(ticket.worker)
+        if lane is None:
+            lane = self._lanes[ticket.worker] = self._new_lane()
+        lane.push(entry)
         self._watch(entry)
         if ticket.worker is None:
             num = self.common[ticket.tenant] = self.common.get(ticket.tenant, 0) + 1
             if num == 1:
                 self._tell(ticket.tenant, 0.0)
-
-    def lane(self, worker: WorkerId | None) -> FairQueue:
-        """A worker's lane, or the common one."""
-        lane = self._lanes.get(worker)
-        if lane is None:
-            lane = self._lanes[worker] = FairQueue(
-                self.config.weights,
-                max_overtakes=self.config.max_overtakes,
-                max_idle_tenants=self.config.max_idle_tenants,
-            )
-        return lane
 
     def pop(self, now: float, worker: WorkerId | None = None) -> Ticket | None:
         """The ticket of `worker`'s lane to be tried next, or None; never one whose time is over.
@@ -196,6 +189,13 @@ class AdmissionQueue:
         watched = {id(item[2]) for item in self._deadlines if item[2].is_waiting}
         assert watched == {id(entry) for entry in self._waiting.values()}, "deadlines disagree"
 
+    def _new_lane(self) -> FairQueue:
+        return FairQueue(
+            self.config.weights,
+            max_overtakes=self.config.max_overtakes,
+            max_idle_tenants=self.config.max_idle_tenants,
+        )
+
     def _check_room(self, ticket: Ticket) -> None:
         of_tenant = self._per_tenant.get(ticket.tenant, 0)
         waiting = len(self._waiting) + len(self.trying)
@@ -252,16 +252,8 @@ class AdmissionQueue:
                 del self.common[ticket.tenant]
             if cost or not num:
                 self._tell(ticket.tenant, cost)
-        if not len(self._lanes[lane]) and all(
-            e.ticket.worker != lane for e in self.trying.values()
-        ):
-            self.drop_empty(lane)
-
-    def drop_empty(self, worker: WorkerId | None) -> None:
-        """Forget a lane in which nobody waits, also elsewhere."""
-        lane = self._lanes.get(worker)
-        if lane is not None and not (len(lane) or lane.is_elsewhere):
-            del self._lanes[worker]
+        elif not self._lanes[lane] and all(e.ticket.worker != lane for e in self.trying.values()):
+            del self._lanes[lane]
 
 
 # The drain rate of a queue, and from it the time to retry after a refusal.

@@ -172,9 +172,9 @@ class Waiting:
         deadline = self.queue.next_deadline()
         if deadline is None:
             return None
-        if self._recheck_s is None or self._are_all_held:
-            return min(deadline, self.elsewhere.yields_until)
-        return min(deadline, self._recheck_at, self.elsewhere.yields_until)
+        has_recheck = self._recheck_s is not None and not self._are_all_held
+        recheck_at = self._recheck_at if has_recheck else deadline
+        return min(deadline, recheck_at, self.elsewhere.yields_until)
 
     @property
     def _are_all_held(self) -> bool:
@@ -208,11 +208,7 @@ class Waiting:
     def _try_lane(self, lane: WorkerId | None) -> bool:
         """Whether a dispatch has left this lane, so that the next one may; the others stay in line."""
         now = self._clock()
-        if (
-            lane is None
-            and self.elsewhere.claims
-            and self.elsewhere.must_yield(now, self._has_room)
-        ):
+        if lane is None and self.elsewhere.must_yield(now, self._has_room):
             return False
         refused: list[Ticket] = []
         is_done = False

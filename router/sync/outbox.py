@@ -12,6 +12,7 @@ from mallee.protocol.bookings import (
     BookingOp,
     BookingSnapshot,
     Freed,
+    Lag,
     PrefillDone,
     Queued,
 )
@@ -88,9 +89,9 @@ class Outbox:
         self._first_seq = batch.next_seq
         return batch
 
-    def heartbeat(self) -> BookingBatch:
-        """The empty batch with the stream's position."""
-        return BookingBatch(self.gateway, self.incarnation, self._first_seq, ())
+    def heartbeat(self, metrics_at: str = "", lags: tuple[Lag, ...] = ()) -> BookingBatch:
+        """The batch without operations, with the stream's position."""
+        return BookingBatch(self.gateway, self.incarnation, self._first_seq, (), metrics_at, lags)
 
     def snapshot(self, max_waypoints_nbytes: int = 4 << 20) -> BookingSnapshot:
         """All live bookings, those that still wait included.

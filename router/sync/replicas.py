@@ -60,7 +60,7 @@ class Room(Protocol):
         ...
 
     def lags(self) -> tuple[Lag, ...]:
-        """How far tenants that wait are ahead of each other, if some wait at other gateways."""
+        """The lags of tenants that wait, if some wait at other gateways."""
         ...
 
     def adopt(self, lags: Iterable[Lag]) -> None:

@@ -13,8 +13,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from msgspec.structs import replace
-
 from mallee.gateway.gateway import Gateway
 from mallee.mocker.engine import MockedEngine, Outcome
 from mallee.mocker.passes import mock_spec
@@ -546,7 +544,7 @@ class LiveWorld:
             for gateway in self.gateways:
                 assert gateway.router.outbox is not None
                 lags = gateway.service.shell.room.lags()
-                self._tell(gateway, replace(gateway.router.outbox.heartbeat(), lags=lags))
+                self._tell(gateway, gateway.router.outbox.heartbeat(lags=lags))
 
     def is_needed(self, worker: Worker) -> bool:
         return any(gateway.is_linked(worker) for gateway in self.gateways)

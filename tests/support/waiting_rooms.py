@@ -142,10 +142,7 @@ class Gateway:
         if self.is_dead:
             return
         lags = self.waiting.elsewhere.lags()
-        beat = self.outbox.heartbeat()
-        self.fleet.broadcast(
-            self, BookingBatch(beat.gateway, beat.incarnation, beat.first_seq, (), "", lags)
-        )
+        self.fleet.broadcast(self, self.outbox.heartbeat(lags=lags))
         self.replicas.expire()
         self.fleet.after(BEAT_S, self._beat)
 

@@ -30,7 +30,6 @@ from mallee.router.dispatch.effects import (
 from mallee.router.dispatch.jobs import Job
 from mallee.router.dispatch.queue import AdmissionConfig
 from mallee.router.router import Router
-from mallee.router.sync.replicas import Room
 
 _UNLIMITED: Final = 1 << 40
 _CONFIG: Final = DispatchConfig(
@@ -91,6 +90,7 @@ class Gateway:
         self._send = send or self.send
         self._on_booked = on_booked
         self._dispatcher = Dispatcher(router, texts, _CONFIG, clock=clock.read)
+        self.room = self._dispatcher.room
         self._lives: dict[WorkerId, Incarnation] = {}  # that have joined and are not known as lost
         self._is_carrying_out = self._has_more = False
         self._timed_at = MAX_S
@@ -232,11 +232,6 @@ class Gateway:
         self._carry_out(self._clock.now)
 
     # Reading
-
-    @property
-    def room(self) -> Room:
-        """The waiting room, which is told of those of other gateways."""
-        return self._dispatcher.room
 
     @property
     def num_retries(self) -> int:

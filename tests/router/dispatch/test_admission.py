@@ -389,10 +389,9 @@ class AdmissionMachine(RuleBasedStateMachine):
         common = self.lanes[None].tenants.items()
         told = set(self.outbox.snapshot().waits)
         assert told == {name for name, tenant in common if tenant.everyone}
-        lags = dict(self.elsewhere.lags())
-        if lags:
-            tags = {name: tenant.tag for name, tenant in common if not tenant.is_idle}
-            assert lags == {name: tag - min(tags.values()) for name, tag in tags.items()}
+        tags = {name: tenant.tag for name, tenant in common if not tenant.is_idle}
+        lags = {name: tag - min(tags.values()) for name, tag in tags.items()}
+        assert dict(self.queue.shared.lags(99)) == lags
         assert self.queue.next_deadline() == min((w.deadline for w in self.everyone), default=None)
         for lane, model in self.lanes.items():
             assert self.queue.waiting(lane) == len(model.everyone)
