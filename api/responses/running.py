@@ -13,7 +13,7 @@ from mallee.api.responses.store import Left, Record, State
 from mallee.api.responses.turns import PlannedTurn
 from mallee.api.responses.writing import Writer, ending
 from mallee.api.serve import LOGPROBS_COST, TURN_TOKENS, Named, Server
-from mallee.gateway.access.quotas import Visit
+from mallee.gateway.access.visits import Visit
 from mallee.gateway.requests.deltas import Delta
 from mallee.gateway.requests.lives import BranchLife
 from mallee.gateway.requests.observers import Observer
