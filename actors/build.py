@@ -478,7 +478,13 @@ def build_api(
     )
     return api.build_api(
         gateway,
-        api.ServedModel(served_name(config), tokenizer, template, created=int(time.time())),
+        api.ServedModel(
+            served_name(config),
+            tokenizer,
+            template,
+            created=int(time.time()),
+            aliases=config.served_names,
+        ),
         api.Entry(access, scopes, pool),
         api.ApiSettings(config.http, chats, config.responses),
         api.Draws(lambda: uuid.uuid4().hex, lambda: secrets.randbits(64)),

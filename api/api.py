@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route, Router
@@ -96,6 +97,7 @@ class Api:
         responses: Responses,
         messages: MessagesHandlers,
         branches: BranchHandlers,
+        aliases: Sequence[str],
         created: int,
         draw_seed: Callable[[], int],
     ) -> None:
@@ -116,11 +118,11 @@ class Api:
         self._gateway = server.gateway
         self._maker = maker
         self._asking = asking
-        self._model = Model(
-            id=server.model_name,
-            created=created,
-            max_model_len=server.gateway.context.model.max_model_len,
-        )
+        max_len = server.gateway.context.model.max_model_len
+        self._models = {
+            name: Model(id=name, created=created, max_model_len=max_len)
+            for name in (server.model_name, *aliases)
+        }
 
     async def completions(self, request: Request) -> Response:
         asked = await self._asking.read(request, CompletionRequest)
@@ -163,12 +165,13 @@ class Api:
 
     async def models(self, _: Request) -> Response:
         self._check_served()
-        return json_response(ModelList(data=[self._model]))
+        return json_response(ModelList(data=[*self._models.values()]))
 
     async def model(self, request: Request) -> Response:
-        self._maker.check_model(request.path_params["model"])
+        name = request.path_params["model"]
+        self._maker.check_model(name)
         self._check_served()
-        return json_response(self._model)
+        return json_response(self._models[name])
 
     def _check_served(self) -> None:
         """Raises NoWorker: clients that wait for a model to be listed send requests next."""
@@ -210,12 +213,13 @@ def _page_bytes() -> bytes:
 
 
 class ServedModel(NamedTuple):
-    """The model as clients know it; `created` is in seconds since the epoch."""
+    """The model as clients know it, also by its `aliases`; `created` is in seconds since the epoch."""
 
     name: str
     tokenizer: Tokenizer
     template: ChatTemplate
     created: int
+    aliases: tuple[str, ...] = ()
 
 
 class Entry(NamedTuple):
@@ -258,6 +262,7 @@ def build_api(
         reader,
         chat_reader,
         model_name=model.name,
+        aliases=model.aliases,
         limits=limits,
         draw_seed=draws.seed,
     )
@@ -296,6 +301,7 @@ def build_api(
         responses=Responses(asking, server, turns, settings.responses, gateway.tasks),
         messages=MessagesHandlers(server, maker, asking, reader, chat_reader),
         branches=BranchHandlers(gateway, maker, reader, asking),
+        aliases=model.aliases,
         created=model.created,
         draw_seed=draws.seed,
     )
@@ -317,7 +323,16 @@ def build_api(
         new_id=draws.new_id,
         count_answer=context.metrics.answered,
     )
-    return App(routes, guarded, AnthropicErrors(guarded, new_id=draws.new_id))
+    app = App(routes, guarded, AnthropicErrors(guarded, new_id=draws.new_id))
+    if limits.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=limits.cors_origins,
+            allow_methods=("*",),
+            allow_headers=("*",),
+            expose_headers=("*",),
+        )
+    return app
 
 
 class App(Starlette):

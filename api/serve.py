@@ -38,7 +38,7 @@ from mallee.protocol.api.capsules import Imported
 from mallee.protocol.api.shared import OMITTED
 from mallee.protocol.errors import InternalError, MalleeError
 from mallee.protocol.ids import CapsuleId, RequestId, Scope, account_of, capsule_id
-from mallee.router.dispatch.jobs import PrefillJob, QueueTerms
+from mallee.router.dispatch.jobs import ForkJob, PrefillJob, QueueTerms
 from mallee.router.dispatch.recovery.pending import not_kept
 
 TURN_TOKENS: Final = 2048  # of a backlog, written without a turn of the loop: a few milliseconds
@@ -117,6 +117,8 @@ class Server:
             await caller.visit.ready(**plan.needs)
             caller.visit.begin(plan.num_choices, plan.prompt_tokens)
         prepare_s = age_s(request)
+        if plan.returns_ids:
+            plan = await unless_gone(request.receive, self.with_prefix(plan))
         if not plan.stream:
             whole = self._whole(plan, prepare_s, answer_format, caller)
             return await unless_gone(request.receive, whole)
@@ -124,11 +126,19 @@ class Server:
         text, first = await unless_gone(request.receive, self._opened(plan, prepare_s))
         token_bytes = self.tokenizer.token_bytes if plan.logprobs else None
         writer = answer_format.begin_stream(
-            plan, token_bytes, self._envelope(text), names_workers=caller.is_operator
+            plan, token_bytes, self._envelope(text, plan), names_workers=caller.is_operator
         )
         events = self._events(first, text, usage, plan, writer)
         headers = _worker_header(map(_WORKER, text.streams), caller)
         return EventStream(events, text.aclose, headers, idle=writer.idle)
+
+    async def with_prefix(self, plan: Plan) -> Plan:
+        """With the tokens of its capsule, if it goes on from one. Raises UnknownText."""
+        job = plan.jobs[0]
+        if not isinstance(job, ForkJob):
+            return plan
+        tokens = await self.gateway.capsules.tokens(job.capsule, job.scope)
+        return msgspec.structs.replace(plan, prefix=tokens[: job.at])
 
     def _usage(self, plan: Plan, caller: Caller) -> UsageCounter:
         """Raises QuotaExceeded, if capsules of the answer are to be kept and its key may keep no more."""
@@ -319,7 +329,7 @@ class Server:
             choices.append(choice)
             if plan.logprobs:
                 await asyncio.sleep(0)
-        body = answer.body(self._envelope(text), choices, usage)
+        body = answer.body(self._envelope(text, plan), choices, usage)
         return json_response(body, headers=_worker_header(map(_WORKER, text.streams), caller))
 
     async def _opened(self, plan: Plan, prepare_s: float) -> tuple[TextStream, TextDelta]:
@@ -368,8 +378,9 @@ class Server:
             _log.exception("request %s failed after its first byte", request_id)
             yield writer.failure(unexpected(request_id), left)
 
-    def _envelope(self, text: TextStream) -> Envelope:
-        return Envelope(text.streams[0].request, int(self.clock()), self.model_name)
+    def _envelope(self, text: TextStream, plan: Plan) -> Envelope:
+        model = plan.model or self.model_name
+        return Envelope(text.streams[0].request, int(self.clock()), model)
 
 
 def json_response(

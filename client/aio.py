@@ -743,6 +743,12 @@ class AsyncCapsule:
         call = calls.of_capsule("GET", self.id, salt, "/text", start=start or None)
         return str((await self._client._send(call))["text"])
 
+    async def token_ids(self, start: int = 0) -> list[int]:
+        """Its tokens from number `start` on. Raises NotFound."""
+        salt, query = self._cache_salt, {"start": start or None, "return_token_ids": True}
+        call = calls.of_capsule("GET", self.id, salt, "/text", **query)
+        return list((await self._client._send(call))["token_ids"])
+
     def rewind(self, to: int, *, ttl_s: float | None = None) -> "PendingCapsule":
         """A capsule of the first `to` tokens; this one stays as it is."""
         return self._changed("rewind", is_open=False, to=to, ttl_s=ttl_s)

@@ -107,6 +107,7 @@ class Sampling(Terms, total=False):
     top_logprobs: int | None
     response_format: Mapping[str, Any] | None
     structured_outputs: Mapping[str, Any] | None
+    return_token_ids: bool
 
 
 class Stepping(Turn, total=False):
@@ -142,6 +143,7 @@ class Going(Terms, total=False):
     max_tokens: int | None
     stop: str | Sequence[str] | None
     include_stop_str_in_output: bool
+    return_token_ids: bool
 
 
 class Wanted(TypedDict, total=False):
@@ -166,6 +168,8 @@ class Generation(Sampling, total=False):
     chat_template_kwargs: Mapping[str, Any] | None
     reasoning_effort: str | None
     thinking_token_budget: int | None
+    include_reasoning: bool
+    continue_final_message: bool
 
 
 class Prefilling(Terms, total=False):

@@ -1,6 +1,6 @@
 """Answers of the server as values: events while they stream, branches as they grow; no I/O."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeVar
 
@@ -8,6 +8,7 @@ import msgspec
 
 from mallee.client.errors import ApiError, NoCapsule, StreamBroken, from_body
 from mallee.client.sse import DONE
+from mallee.protocol.api.shared import WeightVersions
 from mallee.protocol.errors import MalleeError
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -42,6 +43,7 @@ class ToolCall:
 _AT_END: Final = (  # of a choice's `mallee`: what a branch has once it has ended
     *("worker", "capsule", "boundary", "kept", "cached_tokens", "prefill_tokens"),
     *("completion_tokens", "accepted_prediction_tokens", "rejected_prediction_tokens"),
+    "weight_version",
 )
 
 
@@ -69,6 +71,9 @@ class BranchEvent:
     completion_tokens: int | None = None
     ended_by: str | None = None  # of a budget or of conditions
     error: MalleeError | None = None
+    weight_version: WeightVersions | None = None
+    token_ids: Sequence[int] = ()  # as `BranchState`
+    prompt_token_ids: Sequence[int] | None = None  # the first of its branch has them
 
 
 @dataclass(slots=True, repr=False)
@@ -82,6 +87,8 @@ class BranchState:
     counts the tokens of `capsule`; `kept` says whether it was pinned, if that was asked for. Of the
     prediction tokens, those that were drafted for it, some were drawn; None where none were drafted.
     `score`: the last that a critic or a verifier gave it; `score_error`: the last failure of a verifier.
+    With `return_token_ids`: `prompt_token_ids` are all tokens before it, `token_ids` its own, with the one
+    that ended it, which is not in its text and capsule. `weight_version`: of the weights, at start and end.
     """
 
     index: int
@@ -106,6 +113,16 @@ class BranchState:
     score: float | None = field(default=None, compare=False)
     score_error: str = ""
     completion_tokens: int | None = None
+    weight_version: WeightVersions | None = None
+    token_ids: list[int] = field(default_factory=list)
+    prompt_token_ids: list[int] | None = None
+
+    @property
+    def token_logprobs(self) -> list[float]:
+        """The log-probabilities that were requested, one for each of `token_ids`."""
+        if "content" in self.logprobs:
+            return [entry["logprob"] for entry in self.logprobs["content"]]
+        return self.logprobs.get("token_logprobs", [])
 
     def take(self, event: BranchEvent, elapsed_ms: float) -> None:
         """Add one event that arrived `elapsed_ms` after the request was sent."""
@@ -121,6 +138,9 @@ class BranchState:
                 last = self.tool_calls[-1]
                 self.tool_calls[-1] = replace(last, arguments=last.arguments + call.arguments)
         self.injected += event.injected
+        self.token_ids += event.token_ids
+        if self.prompt_token_ids is None and event.prompt_token_ids is not None:
+            self.prompt_token_ids = [*event.prompt_token_ids]
         for name, values in (event.logprobs or {}).items():
             if values is not None:
                 self.logprobs.setdefault(name, []).extend(values)
@@ -147,13 +167,14 @@ class BranchState:
 class StreamReader:
     """Reads the data of server-sent events; knows when the stream has really ended."""
 
-    __slots__ = ("_url", "is_done", "request_id", "usage")
+    __slots__ = ("_prompt_ids", "_url", "is_done", "request_id", "usage")
 
     def __init__(self, url: str) -> None:
         self._url = url
         self.is_done = False
         self.request_id: str | None = None
         self.usage: Usage | None = None
+        self._prompt_ids: Sequence[int] | None = None  # of all branches
 
     def read(self, data: str) -> list[BranchEvent]:
         """The branch events in one `data:`. Raises the server's error, or StreamBroken for nonsense."""
@@ -164,7 +185,8 @@ class StreamReader:
         self.request_id = body.get("id", self.request_id)
         if body.get("usage"):
             self.usage = _usage(body["usage"])
-        return list(choice_events(body))
+        self._prompt_ids = body.get("prompt_token_ids", self._prompt_ids)
+        return list(choice_events(body, self._prompt_ids))
 
     def end(self) -> None:
         """The connection closed. Raises StreamBroken unless the end mark was seen."""
@@ -185,8 +207,13 @@ def event_body(data: str, url: str) -> Mapping[str, Any]:
     return body
 
 
-def choice_events(body: Mapping[str, Any]) -> Iterator[BranchEvent]:
-    """The choices of a completion, a chat completion or one of their chunks, as events."""
+def choice_events(
+    body: Mapping[str, Any], prompt_ids: Sequence[int] | None = None
+) -> Iterator[BranchEvent]:
+    """The choices of a completion, a chat completion or one of their chunks, as events.
+
+    `prompt_ids`: tokens before all choices.
+    """
     for choice in body.get("choices", ()):
         part = choice.get("delta") or choice.get("message") or {}
         text = choice.get("text") or part.get("content") or ""
@@ -197,8 +224,15 @@ def choice_events(body: Mapping[str, Any]) -> Iterator[BranchEvent]:
         logprobs = choice.get("logprobs")
         has_chances = any((logprobs or {}).values())
         injected = tuple(ours.get("injected") or ())
-        shown = text or reasoning or tool_calls or has_chances or injected
-        if not shown and finish is None:
+        token_ids, suffix = choice.get("token_ids") or (), choice.get("suffix_token_ids")
+        own_ids = choice.get("prompt_token_ids", prompt_ids)
+        if suffix is not None:
+            own_ids = [*(prompt_ids or ()), *suffix]
+        shown = text or reasoning or tool_calls or has_chances or injected or token_ids
+        at_end = {name: ours.get(name) for name in _AT_END}
+        if (versions := at_end["weight_version"]) is not None:
+            at_end["weight_version"] = read_as(versions, WeightVersions)
+        if not shown and suffix is None and finish is None:
             continue  # a role, or a sign of life
         yield BranchEvent(
             index=choice["index"],
@@ -212,7 +246,9 @@ def choice_events(body: Mapping[str, Any]) -> Iterator[BranchEvent]:
             score_error=ours.get("score_error") or "",
             ended_by=ours.get("ended_by"),
             error=from_body(ours, 200) if "error" in ours else None,
-            **{name: ours.get(name) for name in _AT_END},
+            token_ids=token_ids,
+            prompt_token_ids=own_ids,
+            **at_end,
         )
 
 

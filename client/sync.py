@@ -714,6 +714,12 @@ class Capsule:
         call = calls.of_capsule("GET", self.id, salt, "/text", start=start or None)
         return str(self._client._send(call)["text"])
 
+    def token_ids(self, start: int = 0) -> list[int]:
+        """Its tokens from number `start` on. Raises NotFound."""
+        salt, query = (self._cache_salt, {"start": start or None, "return_token_ids": True})
+        call = calls.of_capsule("GET", self.id, salt, "/text", **query)
+        return list(self._client._send(call)["token_ids"])
+
     def rewind(self, to: int, *, ttl_s: float | None = None) -> "Capsule":
         """A capsule of the first `to` tokens; this one stays as it is."""
         return self._changed("rewind", is_open=False, to=to, ttl_s=ttl_s)

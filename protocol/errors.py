@@ -14,6 +14,7 @@
     |  |- CapsuleComputing        its prefill has not ended, and only forks can go ahead    (409)
     |  |- WeightsChanged          an answer can't go on: its weights have been replaced     (409)
     |  |- SessionClosed           an answer's session was closed                           (409)
+    |  |- SessionTaken            there is a session of the name that a new one is to have (409)
     |  |- Superseded              other tokens took the place of those to be injected      (409)
     |  |- BudgetSpent             nothing is left of the budget that bounds a request      (409)
     |  |- SlowReader              the client doesn't read its answer                       (408)
@@ -313,6 +314,16 @@ class SessionClosed(BadRequest):
 
     def __init__(self) -> None:
         super().__init__("the session was closed while this answer was under way")
+
+
+class SessionTaken(BadRequest):
+    status = 409
+    code = "session_taken"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"there is a session {shown(name)}; give another name", param="session", session=name
+        )
 
 
 class Superseded(BadRequest):

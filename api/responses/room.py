@@ -220,7 +220,7 @@ class Responses:
             body,
             f"{ID_PREFIX}{named.name.removeprefix('req_')}",
             int(self._server.clock()),
-            self._server.model_name,
+            body.model or self._server.model_name,
             tools=offered(body.tools) or [],
             conversation=name,
         )

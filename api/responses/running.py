@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 from mallee.api.answers import UsageCounter
-from mallee.api.deltas import TextDelta, TextStream
+from mallee.api.deltas import TextDelta, TextStream, TokenChance, finite
 from mallee.api.errors import unexpected
 from mallee.api.responses.store import Left, Record, State
 from mallee.api.responses.turns import PlannedTurn
@@ -73,6 +73,7 @@ class Run:
         self._state: State | None = None  # after one that did not
         self._usage: UsageCounter | None = None
         self._drawn = DrawnTokens()
+        self._prompt_ids: list[int] = []  # if ids are returned
         self._text: TextStream | None = None
 
     def admit(self, visit: Visit) -> None:
@@ -97,6 +98,9 @@ class Run:
 
     async def _begin(self, prepare_s: float, named: Named) -> TextDelta:
         plan, self._drawn = self._planned.plan, DrawnTokens()
+        if plan.returns_ids:
+            plan = await self._server.with_prefix(plan)
+            self._prompt_ids = plan.whole_prompt_ids(0)
         self._text = await self._server.start(
             plan, prepare_s, named=named, observers=(self._drawn,)
         )
@@ -130,9 +134,13 @@ class Run:
         assert usage is not None
         cost = LOGPROBS_COST if self._planned.plan.logprobs else 1
         found, owed, delta = writer.begin(), 0, first
+        ids, chances = list[int](), list[TokenChance]()
         try:
             while True:
                 usage.add(delta)
+                if self._planned.plan.returns_ids:
+                    ids += delta.tokens
+                    chances += delta.chances
                 found += writer.add(delta)
                 owed += delta.num_tokens * cost
                 if delta.finish is not None:
@@ -151,7 +159,14 @@ class Run:
             found += writer.finish(delta)
             state = self._left(delta)
             await self._tell(state)
-            more = {"turn": self._planned.how, "new_tokens": self._planned.new_tokens}
+            more: dict[str, Any] = {
+                "turn": self._planned.how,
+                "new_tokens": self._planned.new_tokens,
+            }
+            if self._planned.plan.returns_ids:
+                more |= {"prompt_token_ids": self._prompt_ids, "token_ids": ids}
+                if self._planned.plan.logprobs:
+                    more["token_logprobs"] = [finite(chance.logprob) for chance in chances]
             writer.end(delta, usage, more, int(self._server.clock()))
             self._state = state
         except MalleeError as error:

@@ -170,7 +170,7 @@ def _drawn(deltas: list[TextDelta]) -> Drawn:
         last.finish,
         last.capsule,
         last.completion_tokens,
-        [max(chance.logprob, LOWEST) for delta in deltas for chance in delta.chances],
+        [max(chance.logprob or 0.0, LOWEST) for delta in deltas for chance in delta.chances],
     )
 
 

@@ -150,18 +150,16 @@ class Use:
         name = blake2b(self.key.name.encode(), digest_size=16).hexdigest()
         put = None
         while put is None:
-            quota, revision = await shared.bucket.get(COMMON, name, self._known) or (Quota(), 0)
-            self._known = None
-            gone, ahead = (
-                await shared.lessee.gone(quota.holders),
-                AHEAD * shared.lessee.num_gateways,
-            )
+            entry = await shared.bucket.get(COMMON, name, self._known)
+            entry, self._known = entry or Entry(Quota(), 0), None
+            quota, ahead = entry.value, AHEAD * shared.lessee.num_gateways
+            gone = await shared.lessee.gone(quota.holders)
             leased = self._take(quota, need, shared.clock(), shared.lessee.name, gone, ahead)
             for part, amount in leased.items():
                 if not part.is_rate:  # nothing that is given back is used from now on
                     part.leased = min(part.leased, amount)
-            put = await shared.bucket.put(COMMON, name, quota, at=revision)
-        self._known = Entry(quota, put)
+            put = await shared.bucket.put(COMMON, name, quota, at=entry.revision)
+        self._known = put
         self._have(leased, need)
 
     def _take(

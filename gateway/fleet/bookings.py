@@ -67,10 +67,11 @@ class BookingFeed:
         )
         self.tasks = Tasks("the broadcast of bookings")
         self._fetcher = Fetcher(
-            bus,
             pump,
             self.tasks,
-            subject=self._subjects.bookings_snapshot,
+            ask=lambda name, timeout_s: bus.request(
+                self._subjects.bookings_snapshot(name), b"", timeout_s
+            ),
             take=self._on_snapshot,
             clock=clock,
         )

@@ -237,6 +237,8 @@ class RunningRequest:
             kept=update.kept,
             drafts=update.drafts,
             injected=(((self.num_tokens(branch), len(update.tokens)),) if update.injected else ()),
+            end_token=update.end_token,
+            prompt_logprobs=update.prompt_logprobs,
         )
         self._put(delta, now)
 

@@ -81,6 +81,7 @@ OTHERS_NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "reasoning_effort": ("none",),
     "repetition_penalty": (1, 1.0),
     "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
@@ -144,9 +145,13 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """`include_obfuscation` is accepted and ignored: padding of chunks is not offered."""
+    """`continuous_usage_stats`, vLLM's: with `include_usage` each chunk has the usage so far.
+
+    `include_obfuscation` is accepted and ignored: padding of chunks is not offered.
+    """
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
     include_obfuscation: bool = False
 
 

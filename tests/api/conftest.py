@@ -373,10 +373,11 @@ class Caller:
         limits: HttpSettings,
         access: Access | None = None,
         chats: ChatSettings = DEFAULT_CHATS,
+        aliases: tuple[str, ...] = (),
     ) -> None:
         self.service = service
         self.tokenizer = ByteTokenizer()
-        self.app = make_app(service, limits, self.tokenizer, access, chats)
+        self.app = make_app(service, limits, self.tokenizer, access, chats, aliases=aliases)
 
     def __call__(self, method: str, path: str, body: Any = None, **kwargs: Any) -> Answer:
         return decode(self.raw(method, path, json=body, **kwargs))
@@ -400,11 +401,13 @@ def make_app(
     tokenizer: ByteTokenizer,
     access: Access | None = None,
     chats: ChatSettings = DEFAULT_CHATS,
+    *,
+    aliases: tuple[str, ...] = (),
 ) -> Starlette:
     seeds = iter(range(1000, 1_000_000))
     return build_api(
         service,
-        ServedModel(MODEL, tokenizer, ChatTemplate(PLAIN_CHAT), CREATED),
+        ServedModel(MODEL, tokenizer, ChatTemplate(PLAIN_CHAT), CREATED, aliases),
         Entry(access or Access(None, {}), SCOPES),
         ApiSettings(limits, chats),
         Draws(lambda: "err_1", lambda: next(seeds)),
