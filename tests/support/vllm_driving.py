@@ -40,7 +40,7 @@ TINY: Final = {
 OFFLOADING: Final = {
     "kv_connector": "OffloadingConnector",
     "kv_role": "kv_both",
-    "kv_connector_extra_config": {"cpu_bytes_to_use": 4_000_000},
+    "kv_connector_extra_config": {"cpu_bytes_to_use": 1_500_000},
 }
 _WAIT_S: Final = 60
 _ALPHABET: Final = range(1000, 1064)  # few tokens: recordings stay small
@@ -70,7 +70,7 @@ SETUPS: Final[Mapping[str, Setup]] = {
             "kv_transfer_config": OFFLOADING
             | {
                 "kv_connector_extra_config": {
-                    "cpu_bytes_to_use": 4_000_000,
+                    "cpu_bytes_to_use": 1_500_000,
                     "self_describing_kv_events": True,
                 }
             }
