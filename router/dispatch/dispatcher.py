@@ -29,6 +29,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from msgspec import structs
 
+from mallee.protocol.capabilities import needs
 from mallee.protocol.errors import (
     CapsuleAbandoned,
     CapsuleLost,
@@ -485,7 +486,7 @@ class Dispatcher:
                 affinity=job.affinity,
                 source=source,
                 why=why,
-                among=self._router.able(job.needs),
+                among=self._router.able(needs(job)),
             )
             self._check_linked([placement], state)
             state.num_shards += 1
@@ -527,7 +528,7 @@ class Dispatcher:
             source=source,
             why=why,
             # The worker of a capsule refuses by itself what it can't do.
-            among=None if capsule is not None else self._router.able(job.needs),
+            among=None if capsule is not None else self._router.able(needs(job)),
         )
 
     def _check_linked(self, placements: Sequence[Placement], state: RequestState) -> None:
