@@ -6,7 +6,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from mallee.client.errors import ApiError, NoCapsule, StreamBroken, from_body
+from mallee.client.errors import ApiError, NoCapsule, NotParsed, StreamBroken, from_body
 from mallee.client.sse import DONE
 from mallee.protocol.api.shared import WeightVersions
 from mallee.protocol.errors import MalleeError
@@ -43,7 +43,7 @@ class ToolCall:
 _AT_END: Final = (  # of a choice's `mallee`: what a branch has once it has ended
     *("worker", "capsule", "boundary", "kept", "cached_tokens", "prefill_tokens"),
     *("completion_tokens", "accepted_prediction_tokens", "rejected_prediction_tokens"),
-    "weight_version",
+    *("weight_version", "resampled"),
 )
 
 
@@ -72,6 +72,7 @@ class BranchEvent:
     ended_by: str | None = None  # of a budget or of conditions
     error: MalleeError | None = None
     weight_version: WeightVersions | None = None
+    resampled: bool | None = None  # its worker was lost, and it went on by other draws
     token_ids: Sequence[int] = ()  # as `BranchState`
     prompt_token_ids: Sequence[int] | None = None  # the first of its branch has them
 
@@ -114,8 +115,10 @@ class BranchState:
     score_error: str = ""
     completion_tokens: int | None = None
     weight_version: WeightVersions | None = None
+    resampled: bool | None = None  # its worker was lost, and it went on by other draws
     token_ids: list[int] = field(default_factory=list)
     prompt_token_ids: list[int] | None = None
+    form: Any = field(default=None, compare=False)  # the Pydantic model of its `response_format`
 
     @property
     def token_logprobs(self) -> list[float]:
@@ -123,6 +126,19 @@ class BranchState:
         if "content" in self.logprobs:
             return [entry["logprob"] for entry in self.logprobs["content"]]
         return self.logprobs.get("token_logprobs", [])
+
+    @property
+    def parsed(self) -> Any:
+        """Its text as a value of the Pydantic model that was its `response_format`. Raises NotParsed."""
+        if self.form is None:
+            raise NotParsed(self.index, "its response_format was no Pydantic model; give one")
+        if self.finish_reason != "stop":
+            ended = f"it ended with {self.finish_reason!r}" if self.finish_reason else "it runs"
+            raise NotParsed(self.index, f"{ended}; wait for it, and give max_tokens enough for it")
+        try:
+            return self.form.model_validate_json(self.text)
+        except ValueError as error:
+            raise NotParsed(self.index, str(error)) from error
 
     def take(self, event: BranchEvent, elapsed_ms: float) -> None:
         """Add one event that arrived `elapsed_ms` after the request was sent."""

@@ -92,7 +92,9 @@ class Gateway:
             recorder=recorder,
             spans=spans,
         )
-        self.operator: Final = Operator(context, self.shell, self.requests, expected_workers)
+        self.operator: Final = Operator(
+            context, self.shell, self.requests, self.store, expected_workers=expected_workers
+        )
         self._recorder = recorder
         self.tasks: Final = self.shell.tasks
         self.tasks.include(self.store.tasks)

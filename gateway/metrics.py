@@ -462,7 +462,7 @@ _STORE: Final = (
     ),
     Reading(
         "mallee_store_refused_writes_total",
-        "Writes that were lost: the queue was full, or the broker had no room.",
+        "Writes that the broker, or the queue to it, had no room for.",
         "num_refused",
     ),
 )

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from mallee.gateway.requests.requests import Requests
 from mallee.gateway.shell import GatewayContext, Shell
+from mallee.gateway.store.store import Store
 from mallee.protocol.errors import NotFound, shown
 from mallee.protocol.events import Load, TierUse
 from mallee.protocol.ids import RequestId, WorkerId
@@ -31,13 +32,20 @@ class Operator:
     """
 
     def __init__(
-        self, context: GatewayContext, shell: Shell, requests: Requests, expected_workers: int
+        self,
+        context: GatewayContext,
+        shell: Shell,
+        requests: Requests,
+        store: Store,
+        *,
+        expected_workers: int,
     ) -> None:
         self._context = context
         self._router = context.router
         self._metrics = context.metrics
         self._shell = shell
         self._requests = requests
+        self._store = store
         self.metrics_at = ""
         self.expect(expected_workers)
 
@@ -52,9 +60,14 @@ class Operator:
         return self._shell.tasks.failure or self._shell.links.failure
 
     def health(self) -> dict[str, Any]:
-        """`status` ok | degraded | unavailable, workers, broker state."""
-        is_sound, gateway = self.failure is None, self._context.gateway
-        return health_body(self._router, gateway, self._expected_workers, is_sound=is_sound)
+        """`health_body`."""
+        return health_body(
+            self._router,
+            self._context.gateway,
+            self._expected_workers,
+            is_sound=self.failure is None,
+            is_full=self._store.is_full,
+        )
 
     @property
     def is_serving(self) -> bool:
@@ -163,21 +176,24 @@ def _change(change: WeightChange | None) -> dict[str, Any] | None:
 
 
 def health_body(
-    router: Router, gateway: str, expected_workers: int, *, is_sound: bool
+    router: Router, gateway: str, expected_workers: int, *, is_sound: bool, is_full: bool
 ) -> dict[str, Any]:
     """`status` and its cause: ok, degraded or unavailable (no worker).
 
-    Degraded: no broker, workers missing, or the gateway is not `is_sound`.
+    Degraded: no broker, its store `is_full`, workers missing, or the gateway is not `is_sound`.
     """
     stats = router.stats()
-    is_whole = is_sound and stats.is_broker_up and stats.num_workers >= expected_workers
+    broker = "up" if stats.is_broker_up else "down"
+    store = "full" if is_full else broker
+    is_whole = is_sound and store == "up" and stats.num_workers >= expected_workers
     status = "ok" if is_whole else "degraded"
     if not stats.num_workers:
         status = "unavailable"
     return {
         "status": status,
         "gateway": gateway,
-        "broker": "up" if stats.is_broker_up else "down",
+        "broker": broker,
+        "store": store,
         "workers": [
             {"worker": view.worker, "incarnation": str(view.incarnation), "rows": view.rows}
             for view in router.workers()

@@ -16,7 +16,7 @@ from mallee.protocol.codec import Decoder, encode
 from mallee.protocol.errors import CodecError
 from mallee.protocol.hashing import Hashes
 from mallee.protocol.ids import Incarnation, WorkerId
-from mallee.protocol.model import BASE_WEIGHTS, WeightChange, WeightsAsk, WeightVersion
+from mallee.protocol.model import BASE_WEIGHTS, WeightChange, WeightVersion
 
 NUM_TIERS: Final = 3
 """Device, host memory, disk: 0, 1, 2."""
@@ -273,11 +273,12 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
     `is_leaving` ends the lease at once. `kv_events` False: this worker never publishes events. `load` is
     at most a lease period older than the lease, or a step. `is_prefix_closed`: after every batch of its
     events it holds, with any block, all blocks before it on the path, which lets a router look at few
-    blocks of a long one. `adapters`: LoRA adapters it has loaded. `host` answers requests for its
-    snapshot (`Subjects.snapshot`) and `Subjects.loads`; empty: the worker itself. `weights`: those of
+    blocks of a long one. `adapters`: LoRA adapters it has loaded. `host` answers a `HostAsk`
+    about it; empty: the worker itself. `weights`: those of
     this life. `change`: the worker is on its way to others, or was; others begin another life. `metrics_at`:
     host and port of the process's metrics; empty: they are served nowhere. `device`: what it computes on,
-    for people. `serves_kv`: other workers and gateways can read its KV, at the same `address`.
+    for people. `serves_kv`: other workers and gateways can read its KV, at the same `address`. `lacks`: the
+    abilities (`protocol.capabilities`) that its engine has not; names that are not known are of newer ones.
 
     Old gateways read leases of new workers, and the other way round: fields come at the end, with a default,
     and those that go leave their place.
@@ -309,6 +310,7 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
     metrics_at: str = ""
     device: str = ""
     serves_kv: bool = False
+    lacks: tuple[str, ...] = ()
 
     @property
     def is_finishing(self) -> bool:
@@ -316,10 +318,55 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
         return self.change is not None and self.change.state == "finishing"
 
 
+class _OfWorker(msgspec.Struct, frozen=True, tag_field="verb"):
+    worker: WorkerId
+
+
+class AskSnapshot(_OfWorker, frozen=True, tag="snapshot"):
+    """Answered with its Snapshot."""
+
+
+class AskLoads(msgspec.Struct, frozen=True, tag_field="verb", tag="loads"):
+    """Answered with a Load, with its engine's use, by worker."""
+
+
+class AskDrain(_OfWorker, frozen=True, tag="drain"):
+    """It takes nothing new, and leaves. Answered with its name, or nothing: it is not here."""
+
+
+class AskWeights(_OfWorker, frozen=True, tag="weights"):
+    """It is to serve `weights`; what runs on its old ones may end within `drain_s`. Answered as a drain."""
+
+    weights: WeightVersion
+    drain_s: float
+
+
+class Join(_OfWorker, frozen=True, tag="join"):
+    """A mocked worker is to begin a life. Answered with the state of the fleet, or an error, as JSON."""
+
+
+class Crash(_OfWorker, frozen=True, tag="crash"):
+    """A mocked worker is to end at once. Answered as Join."""
+
+
+class ListWorkers(msgspec.Struct, frozen=True, tag_field="verb", tag="list"):
+    """Answered as Join."""
+
+
+Admin: TypeAlias = Join | Crash | ListWorkers
+HostAsk: TypeAlias = AskSnapshot | AskLoads | AskDrain | AskWeights | Admin
+"""A request to a host, in JSON: people may send it, too."""
+
+
 decode_batch: Final = Decoder(EventBatch, "an event batch")
 decode_snapshot: Final = Decoder(Snapshot, "a snapshot")
 decode_lease: Final = Decoder(Lease, "a lease")
-decode_weights_ask: Final = Decoder(WeightsAsk, "a request for other weights")
+decode_host_ask: Final[Decoder[HostAsk]] = Decoder(
+    HostAsk,  # type: ignore[arg-type] # a union
+    "a request to a host",
+    is_json=True,
+)
+encode_host_ask: Final = msgspec.json.Encoder().encode
 decode_loads: Final = Decoder(dict[str, Load], "the loads of a host's workers")
 _decode_leases: Final = Decoder(tuple[Lease, ...], "leases")
 

@@ -116,14 +116,6 @@ class WeightChange(msgspec.Struct, frozen=True, array_like=True):
     reason: str = ""
 
 
-class WeightsAsk(msgspec.Struct, frozen=True, array_like=True):
-    """A request for `worker` to serve `weights`. What runs on the old ones may end within `drain_s`."""
-
-    worker: str
-    weights: WeightVersion
-    drain_s: float
-
-
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Shape and identity of one servable model.
 

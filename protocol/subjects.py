@@ -4,10 +4,7 @@ A host is a process with one worker, whose name it then has, or with many.
 
 mallee.{fleet}.events.{worker}               EventBatch, published by the worker
 mallee.{fleet}.lease.{host}                  Leases, published by the host every lease period
-mallee.{fleet}.snapshot.{host}               request by a gateway for a worker, answered with a Snapshot
-mallee.{fleet}.loads.{host}                  request for what its workers hold and did, a Load by worker
-mallee.{fleet}.admin.{host}                  request for a change of a mocked fleet, answered with JSON
-mallee.{fleet}.weights.{host}                request for a worker to change its weights: WeightsAsk
+mallee.{fleet}.host.{host}                   request by a gateway: a HostAsk (`protocol.events`)
 mallee.{fleet}.bookings.{gateway}            BookingBatch, published by the gateway
 mallee.{fleet}.bookings_snapshot.{gateway}   request by another, answered with a BookingSnapshot
 mallee.{store}.peers.{gateway}               request by another gateway for what this one alone has
@@ -68,20 +65,8 @@ class Subjects(NamedTuple):
     def lease(self, host: str = "*") -> str:
         return f"{self.root}.lease.{host}"
 
-    def snapshot(self, host: str = "*") -> str:
-        return f"{self.root}.snapshot.{host}"
-
-    def drain(self, host: str = "*") -> str:
-        return f"{self.root}.drain.{host}"
-
-    def loads(self, host: str = "*") -> str:
-        return f"{self.root}.loads.{host}"
-
-    def weights(self, host: str = "*") -> str:
-        return f"{self.root}.weights.{host}"
-
-    def admin(self, host: str = "*") -> str:
-        return f"{self.root}.admin.{host}"
+    def host(self, host: str = "*") -> str:
+        return f"{self.root}.host.{host}"
 
     def bookings(self, gateway: str = "*") -> str:
         return f"{self.root}.bookings.{gateway}"
@@ -120,13 +105,12 @@ class Subjects(NamedTuple):
         Workers neither hear prompts (texts of capsules) nor speak for gateways, and gateways not for
         workers. Members of one role are not kept apart.
         """
-        requests = (self.snapshot(), self.loads(), self.drain(), self.weights(), self.admin())
         if role == "worker":
-            return Permissions((self.events(), self.lease()), (*requests, self.queues()))
+            return Permissions((self.events(), self.lease()), (self.host(), self.queues()))
         named = self if store is None else Subjects.of(store)
         shared = (self.bookings(), self.bookings_snapshot(), named.peers())
         kept = [each for name in BUCKETS for each in self._kept(named.bucket(name))]
         return Permissions(
-            publish=(*requests, *shared, self.queues(), "$JS.API.INFO", "$JS.FC.>", *kept),
+            publish=(self.host(), *shared, self.queues(), "$JS.API.INFO", "$JS.FC.>", *kept),
             subscribe=(*shared, self.events(), self.lease(), f"{self.inbox()}.>"),
         )

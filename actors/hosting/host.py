@@ -5,8 +5,9 @@ never wait for a step.
 """
 
 import asyncio
+import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,13 +16,18 @@ from mallee.actors.hosting.streams import HEARTBEAT_S, MAX_WAITING_NBYTES, Strea
 from mallee.actors.hosting.weights import WeightChanges, WeightSource
 from mallee.actors.hosting.worker import NO_DEMAND, STOP_S, Demand, Worker
 from mallee.protocol.codec import encode
-from mallee.protocol.errors import WorkerLost
+from mallee.protocol.errors import CodecError, ConfigError, NotFound, WorkerLost
 from mallee.protocol.events import (
+    Admin,
+    AskDrain,
+    AskLoads,
+    AskSnapshot,
+    AskWeights,
     EventBatch,
     LendingUse,
     Load,
     MemoryUse,
-    decode_weights_ask,
+    decode_host_ask,
     encode_leases,
 )
 from mallee.protocol.ids import WorkerId
@@ -65,7 +71,7 @@ class Host:
 
     `clock` gives monotonic seconds. After an exception in an engine, or a step of more than
     `max_step_s` seconds, its worker is failed for good: it is lost to its gateways and takes
-    nothing any more; the others go on. `name` is what gateways ask for snapshots.
+    nothing any more; the others go on. Gateways ask it by its `name` (`protocol.events.HostAsk`).
     """
 
     def __init__(
@@ -100,6 +106,7 @@ class Host:
         self.device = device
         self.kv_use: Callable[[], LendingUse] | None = None  # for metrics
         self._measure_memory = measure_memory
+        self.administer: Callable[[Admin], Awaitable[bytes]] = _not_mocked
         self.on_add: Callable[[Worker], None] = lambda worker: None
         self.workers: dict[WorkerId, Worker] = {}
         self.tracing = tracing
@@ -126,16 +133,13 @@ class Host:
     # Life
 
     async def start(self, metrics_at: str = "") -> None:
-        """Start the engines, answer snapshots, publish the first leases, which say where metrics are read."""
+        """Start the engines, answer gateways, publish the first leases, which say where metrics are read."""
         self.metrics_at = metrics_at
         self._is_started = True
         for worker in self.workers.values():
             worker.start()
         self._bus.on_state(self._on_bus)
-        await self._bus.serve(self._subjects.snapshot(self.name), self._snapshot)
-        await self._bus.serve(self._subjects.loads(self.name), self._loads)
-        await self._bus.serve(self._subjects.drain(self.name), self._begin_drain)
-        await self._bus.serve(self._subjects.weights(self.name), self._ask_weights)
+        await self._bus.serve(self._subjects.host(self.name), self._answer)
         self.tasks.spawn(self._lease())
         self.tasks.spawn(self._watch())
 
@@ -202,24 +206,6 @@ class Host:
         if self.workers.get(name) is worker:
             await self.remove(name)
 
-    async def _begin_drain(self, raw: bytes) -> bytes:
-        """Drain the worker whose name is in `raw`; the answer is its name, or nothing if it is not here."""
-        worker = self.workers.get(WorkerId(raw.decode()))
-        if worker is None:
-            return b""
-        if not worker.is_draining:
-            self.tasks.spawn(self.drain(worker.worker, self._drain_s))
-        return raw
-
-    async def _ask_weights(self, raw: bytes) -> bytes:
-        """Begin a change of weights; leases have its state. The answer is empty if the worker is not here."""
-        asked = decode_weights_ask(raw)
-        worker = self.workers.get(WorkerId(asked.worker))
-        if worker is None or worker.failure is not None:
-            return b""
-        self._changes.ask(worker, asked, self._sources.get(worker.worker))
-        return raw
-
     async def end_life(self, worker: Worker, within_s: float) -> bool | None:
         """End a life, for the next one of its worker; None if that is over or leaves, False: not in time."""
         if self.workers.get(worker.worker) is not worker or worker.failure or worker.is_draining:
@@ -259,6 +245,8 @@ class Host:
             raise WorkerLost(holder.worker, "that life of it is over")
         if worker.failure is not None:
             raise WorkerLost(holder.worker, worker.failure)
+        if worker.runner.lend is None:
+            raise WorkerLost(holder.worker, "its engine lends no KV")
         return worker.runner.lend(ask)
 
     # Requests of gateways
@@ -420,16 +408,43 @@ class Host:
         """Publish a lease of one worker now."""
         self._publish_leases([worker])
 
-    async def _snapshot(self, raw: bytes) -> bytes:
-        """The snapshot of the worker whose name is in `raw`; a single worker may go unnamed."""
+    async def _answer(self, raw: bytes) -> bytes:
+        """The answer to a `HostAsk`. Raises WorkerLost: it is left without one."""
+        try:
+            asked = decode_host_ask(raw)
+            match asked:
+                case AskSnapshot():
+                    return await self._snapshot(asked.worker)
+                case AskLoads():
+                    return await self._loads()
+                case AskDrain() | AskWeights():
+                    return asked.worker.encode() if self._begins(asked) else b""
+                case _:
+                    return await self.administer(asked)
+        except (CodecError, ConfigError, NotFound) as error:
+            return json.dumps({"error": str(error)}).encode()
+
+    def _begins(self, asked: AskDrain | AskWeights) -> bool:
+        """Begin a drain, or a change of weights, which leases tell of; False: the worker is not here."""
+        worker = self.workers.get(asked.worker)
+        if worker is None:
+            return False
+        if isinstance(asked, AskWeights):
+            if worker.failure is None:
+                self._changes.ask(worker, asked, self._sources.get(worker.worker))
+            return worker.failure is None
+        if not worker.is_draining:
+            self.tasks.spawn(self.drain(worker.worker, self._drain_s))
+        return True
+
+    async def _snapshot(self, name: WorkerId) -> bytes:
         self._check_open()
-        name = WorkerId(raw.decode()) if raw else next(iter(self.workers), WorkerId(self.name))
         worker = self.workers.get(name)
         if worker is None or worker.failure is not None:
             raise WorkerLost(name, "it is not here any more")
         return encode(await worker.runner.snapshot())
 
-    async def _loads(self, _: bytes) -> bytes:
+    async def _loads(self) -> bytes:
         """The loads of all workers with their engines' use, which leases lack: few ask for it."""
         await self.renew_loads()
         workers = self.workers.values()
@@ -477,3 +492,7 @@ class Host:
 async def _all(taken: Sequence[asyncio.Future[None]]) -> None:
     """Wait for all, however they end."""
     await asyncio.gather(*taken, return_exceptions=True)
+
+
+async def _not_mocked(asked: Admin) -> bytes:
+    raise ConfigError("workers join and crash by command where they are mocked alone")

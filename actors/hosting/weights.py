@@ -14,8 +14,9 @@ from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from mallee.actors.hosting.worker import Worker
 from mallee.protocol.errors import MalleeError
+from mallee.protocol.events import AskWeights
 from mallee.protocol.ids import WorkerId
-from mallee.protocol.model import WeightChange, WeightsAsk, WeightVersion
+from mallee.protocol.model import WeightChange, WeightVersion
 from mallee.runtime.tasks import Tasks
 
 log = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ class WeightSource(Protocol):
 
 
 class _Loaded(NamedTuple):
-    asked: WeightsAsk
+    asked: AskWeights
     make: MakeLife
 
 
@@ -66,10 +67,10 @@ class WeightChanges:
     def __init__(self, tasks: Tasks, lives: Lives) -> None:
         self._tasks = tasks
         self._lives = lives
-        self._asked: dict[WorkerId, WeightsAsk] = {}  # the newest, while one is under way
+        self._asked: dict[WorkerId, AskWeights] = {}  # the newest, while one is under way
         self.num_replacing = 0
 
-    def ask(self, worker: Worker, asked: WeightsAsk, source: WeightSource | None) -> None:
+    def ask(self, worker: Worker, asked: AskWeights, source: WeightSource | None) -> None:
         """Begin a change, unless `worker` has or will have these weights, or newer ones."""
         newest = self._asked.get(worker.worker)
         if worker.model.weights.covers(asked.weights) or worker.is_draining:
@@ -147,6 +148,6 @@ class WeightChanges:
             if self._asked[worker.worker] is asked:
                 return _Loaded(asked, make)
 
-    def _report(self, worker: Worker, asked: WeightsAsk, state: str, reason: str = "") -> None:
+    def _report(self, worker: Worker, asked: AskWeights, state: str, reason: str = "") -> None:
         worker.change = WeightChange(asked.weights, state, reason)
         self._lives.publish_lease(worker)

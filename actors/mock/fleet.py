@@ -19,6 +19,7 @@ from mallee.actors.build import (
     resolve,
     served_name,
 )
+from mallee.actors.hosting.engine import identity_of
 from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.worker import Capacity, Worker
 from mallee.actors.mock.device import LiveDevice
@@ -31,9 +32,10 @@ from mallee.mocker.engine import MockedEngine
 from mallee.mocker.tiers import TierConfig
 from mallee.mocker.timing import Fixed, Timing, load_timing
 from mallee.protocol.errors import ConfigError, NotFound
+from mallee.protocol.events import Admin, Crash, Join
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.model import BASE_WEIGHTS, ModelSpec, WeightVersion
-from mallee.protocol.subjects import Subjects, check_token
+from mallee.protocol.subjects import check_token
 from mallee.runtime.bus.access import FindBroker
 from mallee.runtime.bus.bus import Bus
 from mallee.runtime.bus.nats import NatsBus
@@ -251,8 +253,7 @@ class MockFleet:
             drain_s=config.drain_s,
             tracing=tracing,
         )
-        self._bus = bus
-        self._subject = Subjects.of(config.fleet).admin(name)
+        self.host.administer = self._administer
         self._pacer = Pacer(time.monotonic)
         self._devices: list[LiveDevice] = []
         self._past: dict[WorkerId, Incarnation] = {}
@@ -260,7 +261,7 @@ class MockFleet:
         self._starting: set[WorkerId] = set()
 
     async def start(self, workers: Sequence[str], metrics_at: str = "") -> None:
-        """Start these workers, and take commands to the fleet; returns when they are registered.
+        """Start these workers; returns when they are registered.
 
         `metrics_at`: as for `Host.start`.
         """
@@ -269,7 +270,6 @@ class MockFleet:
             self._add(WorkerId(name))
             await asyncio.sleep(0)  # thousands take seconds, and the broker wants an answer
         await self.host.start(metrics_at)
-        await self._bus.serve(self._subject, self._admin)
 
     async def close(self) -> None:
         """Remove every worker. Idempotent."""
@@ -297,21 +297,11 @@ class MockFleet:
         finally:
             self._starting.discard(worker)
 
-    def drain(self, name: str) -> None:
-        """Have gateways send the worker nothing new; it leaves when they need it no more. Raises NotFound."""
-        worker = self._find(name)
-        if not worker.is_draining:
-            self.host.tasks.spawn(self.host.drain(worker.worker, self.plan.config.drain_s))
-
     async def crash(self, name: str) -> None:
         """End the worker at once, with all that it held. Raises NotFound."""
-        await self.host.crash(self._find(name).worker, "it crashed")
-
-    def _find(self, name: str) -> Worker:
-        worker = self.host.workers.get(WorkerId(name))
-        if worker is None:
+        if name not in self.host.workers:
             raise NotFound(f"no worker {name} in {self.host.name}", param="worker", worker=name)
-        return worker
+        await self.host.crash(WorkerId(name), "it crashed")
 
     def _add(self, name: WorkerId) -> None:
         self.host.add(self.make(name, BASE_WEIGHTS), _Labels(self, name))
@@ -326,7 +316,7 @@ class MockFleet:
         capacity = Capacity(config.engine.block_size, self.plan.num_blocks, max_rows)
         make_runner = partial(MockRunner, mocked, self._pacer, clock=time.monotonic, device=device)
         spans = self.host.spans_of(name)
-        return Worker(mocked.engine, self.host, capacity, make_runner, spans=spans)
+        return Worker(identity_of(mocked.engine), self.host, capacity, make_runner, spans=spans)
 
     def _device_of(self, name: WorkerId) -> LiveDevice | None:
         """The device of a worker, by the order in which names came; None if each has its own."""
@@ -341,21 +331,13 @@ class MockFleet:
 
     # Commands over the bus
 
-    async def _admin(self, raw: bytes) -> bytes:
-        """`{"verb": ..., "worker": ...}`, answered with the fleet's state then, or `{"error": ...}`."""
-        try:
-            asked = json.loads(raw)
-            verb, name = asked["verb"], str(asked.get("worker", ""))
-            if verb == "crash":
-                await self.crash(name)
-            elif verb in ("join", "drain"):
-                (self.join if verb == "join" else self.drain)(name)
-            elif verb != "list":
-                raise ConfigError(f"verb={verb!r}: give join, drain, crash or list")
-        except (ConfigError, NotFound) as error:
-            return json.dumps({"error": str(error)}).encode()
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            return json.dumps({"error": f"not a command: {error!r}"}).encode()
+    async def _administer(self, asked: Admin) -> bytes:
+        """Do as asked; the fleet's state then. Raises ConfigError, NotFound."""
+        match asked:
+            case Join():
+                self.join(asked.worker)
+            case Crash():
+                await self.crash(asked.worker)
         return json.dumps(self.describe()).encode()
 
     def describe(self) -> dict[str, object]:

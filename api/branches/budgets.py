@@ -310,8 +310,9 @@ class Budgets:
         """
         async with held.turn:
             while True:
-                tree, revision = await self._read(held)
-                held.tree, held.stored = tree, None
+                known = await self._read(held)
+                tree = held.tree = known.value
+                held.stored = None
                 self._tell(held)
                 tree.settle(self._is_alive)
                 act(tree)
@@ -320,14 +321,16 @@ class Budgets:
                 if not held.is_private or self._store.is_up:
                     held.is_private = False
                     try:
-                        stored = await self._bucket.put(held.scope, held.root, tree, at=revision)
+                        stored = await self._bucket.put(
+                            held.scope, held.root, tree, at=known.revision
+                        )
                     except BaseException:  # also of a client that is gone: it may be stored
                         held.is_unsure = True
                         self._settle_soon(held)
                         raise
                     if stored is None:
                         continue
-                    held.stored, held.made, held.is_unsure = Entry(tree, stored), None, False
+                    held.stored, held.made, held.is_unsure = stored, None, False
                 self._hear(held)
                 return
 

@@ -2,8 +2,8 @@
 
 The gateway that runs it says so in the store, before it begins: so one runs it, whichever the others come to.
 While it runs, others join it there, or wait for its answer elsewhere; afterwards they get what was sent, byte
-for byte. Of a gateway that is gone another runs it again. Refusals and failures are not kept: a request that
-was refused changed nothing, and is sent again to be run.
+for byte. Of a gateway that is gone another runs it again. Refusals and failures, also those of streams that
+have begun, are not kept: the request is sent again to be run.
 
 The app's answer goes into a record, from which every client reads at its own speed. A request whose last
 client has gone is cancelled, as one without a key is: at once if it has sent nothing, a stream after
@@ -37,6 +37,8 @@ _SHARE: Final = 8  # of the memory for all records: one has at most an eighth
 _MESSAGE_NBYTES: Final = 256  # of a message beside its body and headers
 _KIND: Final = "answer"
 _WAIT_S: Final = 2.5  # for which a question for the end of a run waits there
+# The last event of a stream that ended by an error: Responses', Anthropic's, and all others'.
+_FAILURES: Final = (b"event: response.failed", b"event: error", b'data: {"error"')
 _FILES: Final = "/v1/capsules/import"  # its body is a file, of any length
 
 _log = logging.getLogger(__name__)
@@ -98,12 +100,15 @@ class _Record:
         if not (is_right and 200 <= self._status < 300):
             return None
         head, *bodies = self._messages
+        body = b"".join(each.get("body", b"") for each in bodies)
+        if body.rstrip().rpartition(b"\n\n")[2].startswith(_FAILURES):
+            return None
         return _Kept(
             request=self.request,
             gateway=gateway,
             status=self._status,
             headers=list(head["headers"]),
-            body=b"".join(each.get("body", b"") for each in bodies),
+            body=body,
             path=getattr(self.scope.get("route"), "path", ""),
         )
 

@@ -37,7 +37,7 @@ _MEANINGS: Final = {
     403: "The key has not the right",
     404: "There is no such thing",
     408: "The body, or its reader, is too slow",
-    409: "Made by other weights, still computing, or its key's answer is too large to be given twice",
+    409: "Of other weights, still computing, a taken name, or an answer too large to be given twice",
     410: "It went with its worker",
     413: "The body is too large",
     415: "The body is compressed",

@@ -120,6 +120,17 @@ class Conversations:
             raise UnknownConversation(name, param)
         return entry.value
 
+    async def keep_state(self, scope: Scope, answer: str, state: State) -> None:
+        """Keep the state after an answer that is in no conversation. Raises StoreFull too."""
+        await self._talks.put(scope, answer, Talk([], state))
+
+    async def state(self, scope: Scope, answer: str) -> State | None:
+        """The state after the answer of that id."""
+        if answer.startswith(ID_PREFIX):
+            return None
+        entry = await self._talks.get(scope, answer)
+        return None if entry is None else entry.value.state
+
     async def page(self, scope: Scope, paging: Paging) -> list[ConversationBody]:
         """The first `paging.most` of `scope`."""
         names = await self._heads.bucket.names(scope)
@@ -129,32 +140,34 @@ class Conversations:
         self, name: str, scope: Scope, metadata: dict[str, str]
     ) -> ConversationBody:
         """Change its metadata; it lives on, with its items, as `change` has it."""
-        await self.change(name, scope, lambda talk: talk)
-        return await self._change_head(
-            name, scope, lambda head: msgspec.structs.replace(head, metadata=metadata)
-        )
+        return await self.change(name, scope, lambda talk: talk, metadata)
 
-    async def change(self, name: str, scope: Scope, change: Callable[[Talk], Talk]) -> None:
-        """Change the items of a conversation, which lives on for as long as one that was made now."""
-        await self._change_head(name, scope, lambda head: head)
-        if await self._talks.change(scope, name, change) is None:
+    async def change(
+        self,
+        name: str,
+        scope: Scope,
+        change: Callable[[Talk], Talk],
+        metadata: dict[str, str] | None = None,
+    ) -> ConversationBody:
+        """Change the items of a conversation, which lives on for as long as one that was made now.
+
+        `metadata`: put in place of its own.
+        """
+        given = {} if metadata is None else {"metadata": metadata}
+        head = None
+        if name.startswith(ID_PREFIX):
+            head = await self._heads.change(
+                scope, name, lambda head: msgspec.structs.replace(head, **given)
+            )
+        if head is None or await self._talks.change(scope, name, change) is None:
             raise UnknownConversation(name)
+        return head
 
     async def forget(self, name: str, scope: Scope) -> None:
         """Forget a conversation everywhere. Its responses stay."""
         # First: else a failure would leave the items without a name.
         await self._talks.delete(scope, name)
         await self._heads.delete(scope, name)
-
-    async def _change_head(
-        self, name: str, scope: Scope, change: Callable[[ConversationBody], ConversationBody]
-    ) -> ConversationBody:
-        found = None
-        if name.startswith(ID_PREFIX):
-            found = await self._heads.change(scope, name, change)
-        if found is None:
-            raise UnknownConversation(name)
-        return found
 
     def _new_mark(self, scope: Scope) -> str:
         return self._new_name(scope).removeprefix("req_")

@@ -150,18 +150,16 @@ class StoredResponses:
         return entry.value
 
     async def put(self, scope: Scope, record: Record, *, at: int | None = None) -> int | None:
-        """As `Bucket.put`, or its revision if it was put though that seemed to fail."""
-        revision = await self._whole.put(scope, record.id, record, at=at)
-        if revision is None:
-            entry = None
+        """Its revision; None as of `Bucket.put`, but not if it was put though that seemed to fail."""
+        entry = await self._whole.put(scope, record.id, record, at=at)
+        if entry is None:
             with suppress(OtherLayout):
                 entry = await self._whole.get(scope, record.id)
             if entry is None or entry.value.body.status != record.body.status:
                 return None
-            revision = entry.revision
         if record.is_over:
             self._summaries.append_soon(scope, record.id, _SUMMARY, _summary(record))
-        return revision
+        return entry.revision
 
     async def append(self, scope: Scope, name: str, number: int, events: list[bytes]) -> None:
         """Store events, of which the first has a `number`. Raises StoreAway, StoreFull."""

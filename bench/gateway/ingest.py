@@ -178,7 +178,7 @@ async def cold_join(options: argparse.Namespace) -> dict[str, object]:
         return answer
 
     for worker in range(WORKERS):
-        await bus.serve(subjects.snapshot(f"w{worker}"), server(worker))
+        await bus.serve(subjects.host(f"w{worker}"), server(worker))
     gateway = Gateway(hub)
     await gateway.start_up()
     gateway.begin()

@@ -32,7 +32,7 @@ import psutil
 from bench import measure
 from mallee.actors.mock.process import run
 from mallee.actors.mock.stack import MockStack
-from mallee.protocol.events import decode_leases, decode_snapshot
+from mallee.protocol.events import AskSnapshot, decode_leases, decode_snapshot, encode_host_ask
 from mallee.protocol.ids import WorkerId
 from mallee.protocol.subjects import Subjects
 from mallee.router.config import RouterConfig
@@ -165,7 +165,8 @@ async def truth(bus: NatsBus, num_workers: int) -> dict[str, int | None]:
     router = Router(RouterConfig(max_workers=2 * num_workers), clock=time.monotonic)
     for lease in leases.values():
         router.on_lease(lease)
-        raw = await bus.request(subjects.snapshot(lease.host), lease.worker.encode(), 5.0)
+        asked = encode_host_ask(AskSnapshot(lease.worker))
+        raw = await bus.request(subjects.host(lease.host), asked, 5.0)
         router.on_snapshot(decode_snapshot(raw), asked_at=time.monotonic())
         while router.work():
             pass

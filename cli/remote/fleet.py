@@ -110,7 +110,7 @@ def draw(sample: Sample, rates: Mapping[str, float]) -> Group:
 def head(health: Mapping[str, Any]) -> Text:
     """The service's state in a line."""
     status = str(health.get("status", "?"))
-    told = [f"{name} {health[name]}" for name in ("gateway", "broker") if name in health]
+    told = [f"{name} {health[name]}" for name in ("gateway", "broker", "store") if name in health]
     if "workers" in health:  # which others than operators aren't told
         told.append(f"{len(health['workers'])} workers")
     return Text.assemble(

@@ -256,18 +256,17 @@ class Use:
         name = blake2b(self.key.name.encode(), digest_size=16).hexdigest()
         while True:
             entry = await shared.bucket.get(COMMON, name, self._known)
-            quota, revision = entry or (Quota(), 0)
-            self._known = None
+            entry, self._known = entry or Entry(Quota(), 0), None
             num = AHEAD * (1 + len(shared.others() or ()))
             now = shared.clock()
-            leased = self._take(quota, need, now, shared.holder, shared.is_gone, num)
+            leased = self._take(entry.value, need, now, shared.holder, shared.is_gone, num)
             for part, amount in leased.items():
                 if not part.is_rate:  # nothing that is given back is used from now on
                     part.leased = min(part.leased, amount)
-            put = await shared.bucket.put(COMMON, name, quota, at=revision)
+            put = await shared.bucket.put(COMMON, name, entry.value, at=entry.revision)
             if put is not None:
                 break
-        self._known = Entry(quota, put)
+        self._known = put
         self._have(leased, need)
 
     def _take(

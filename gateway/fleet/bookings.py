@@ -56,10 +56,11 @@ class BookingFeed:
         self.replicas = Replicas(ledger, gateway=outbox.gateway, clock=clock, lease_s=lease_s)
         self.tasks = Tasks("the broadcast of bookings")
         self._fetcher = Fetcher(
-            bus,
             pump,
             self.tasks,
-            subject=self._subjects.bookings_snapshot,
+            ask=lambda name, timeout_s: bus.request(
+                self._subjects.bookings_snapshot(name), b"", timeout_s
+            ),
             take=self._on_snapshot,
             clock=clock,
         )

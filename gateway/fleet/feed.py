@@ -6,12 +6,19 @@ pump takes messages in, a little per turn of the loop.
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from mallee.gateway.metrics import GatewayMetrics
 from mallee.protocol.errors import CodecError
-from mallee.protocol.events import Lease, decode_batch, decode_leases, decode_snapshot
+from mallee.protocol.events import (
+    AskSnapshot,
+    Lease,
+    decode_batch,
+    decode_leases,
+    decode_snapshot,
+    encode_host_ask,
+)
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.model import ModelSpec
 from mallee.protocol.subjects import Subjects
@@ -90,13 +97,7 @@ class FleetFeed:
         self._hosts: dict[str, str] = {}  # that answer for a worker
         self.tasks = Tasks("the fleet's feed")
         self._fetcher = Fetcher(
-            bus,
-            self.pump,
-            self.tasks,
-            subject=lambda worker: self._subjects.snapshot(self._hosts.get(worker, worker)),
-            body=str.encode,
-            take=self._on_snapshot,
-            clock=clock,
+            self.pump, self.tasks, ask=self._ask_snapshot, take=self._on_snapshot, clock=clock
         )
 
     async def start_up(self) -> None:
@@ -213,6 +214,11 @@ class FleetFeed:
             return
         if needs_snapshot:
             self._fetcher.want(batch.worker)
+
+    def _ask_snapshot(self, worker: str, timeout_s: float) -> Awaitable[bytes]:
+        subject = self._subjects.host(self._hosts.get(WorkerId(worker), worker))
+        asked = encode_host_ask(AskSnapshot(WorkerId(worker)))
+        return self._bus.request(subject, asked, timeout_s)
 
     def _on_snapshot(self, raw: bytes, asked_at: float) -> bool:
         """Whether it was too old. Raises CodecError."""

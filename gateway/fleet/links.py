@@ -12,7 +12,7 @@ from mallee.gateway.fleet.feed import FleetFeed
 from mallee.gateway.fleet.weights import FleetWeights
 from mallee.gateway.metrics import GatewayMetrics
 from mallee.protocol.errors import CodecError, NotFound, Unavailable, shown
-from mallee.protocol.events import Lease, Load, decode_loads
+from mallee.protocol.events import AskDrain, AskLoads, Lease, Load, decode_loads, encode_host_ask
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Command, Frame
 from mallee.protocol.model import ModelSpec, WeightVersion
@@ -195,9 +195,9 @@ class WorkerLinks:
         host = self._feed.host_of(worker)
         if host is None:
             raise NotFound(f"no worker {shown(worker)} here", param="worker")
-        subject = self._subjects.drain(host)
+        subject, asked = self._subjects.host(host), encode_host_ask(AskDrain(worker))
         try:
-            answer = await self._bus.request(subject, worker.encode(), ADMIN_S)
+            answer = await self._bus.request(subject, asked, ADMIN_S)
         except (ConnectionError, TimeoutError) as error:
             raise Unavailable(f"worker {worker} can't be told to drain: {error}") from error
         if not answer:
@@ -211,8 +211,9 @@ class WorkerLinks:
         return found
 
     async def _loads_of(self, host: str) -> dict[str, Load]:
+        subject, asked = self._subjects.host(host), encode_host_ask(AskLoads())
         try:
-            return decode_loads(await self._bus.request(self._subjects.loads(host), b"", LOADS_S))
+            return decode_loads(await self._bus.request(subject, asked, LOADS_S))
         except (ConnectionError, TimeoutError):  # its leases say whether it is there
             return {}
         except CodecError:

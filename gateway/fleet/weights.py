@@ -8,11 +8,10 @@ import asyncio
 import logging
 from typing import Any
 
-from mallee.protocol.codec import encode
 from mallee.protocol.errors import InvalidParameter, NoWorker
-from mallee.protocol.events import Lease
+from mallee.protocol.events import AskWeights, Lease, encode_host_ask
 from mallee.protocol.ids import Incarnation, WorkerId
-from mallee.protocol.model import WeightsAsk, WeightVersion
+from mallee.protocol.model import WeightVersion
 from mallee.protocol.subjects import Subjects
 from mallee.router.router import Router
 from mallee.runtime.bus.bus import Bus
@@ -63,10 +62,10 @@ class FleetWeights:
 
     async def _ask(self, lease: Lease, weights: WeightVersion, drain_s: float) -> bool:
         """Whether the worker's host has taken the request; its leases tell the rest."""
-        asked = WeightsAsk(lease.worker, weights, drain_s)
-        subject = self._subjects.weights(lease.host or lease.worker)
+        asked = AskWeights(lease.worker, weights, drain_s)
+        subject = self._subjects.host(lease.host or lease.worker)
         try:
-            return bool(await self._bus.request(subject, encode(asked), ASK_S))
+            return bool(await self._bus.request(subject, encode_host_ask(asked), ASK_S))
         except (ConnectionError, TimeoutError) as error:
             log.warning("worker %s can't be asked for other weights: %s", lease.worker, error)
             return False

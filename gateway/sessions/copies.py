@@ -186,13 +186,13 @@ class SessionCopies:
             if not tree.is_due(head):
                 break
             at = 0 if before is None else before.revision
-            revision = await self.stored.put(key, head, at)
-            if revision is None:
+            entry = await self.stored.put(key, head, at)
+            if entry is None:
                 await self.read_head(key)
             elif self.trees.get(key) is not tree:
                 await self.stored.delete(tree)  # it was closed meanwhile
             else:
-                tree.entry = Entry(head, revision)
+                tree.entry = entry
                 tree.is_whole = tree.is_whole or before is None
                 if before is None or _place(before.value) != _place(head):
                     if not tree.is_whole:

@@ -15,13 +15,14 @@ from mallee.gateway.requests.observers import Observer
 from mallee.gateway.sessions.copies import SessionCopies, SessionLimits
 from mallee.gateway.sessions.trees import TICK_S, LeftNode, SessionKey, SessionTree
 from mallee.gateway.shell import GatewayContext, Shell
-from mallee.gateway.store.store import Entry, Store
+from mallee.gateway.store.store import Store
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import (
     InvalidParameter,
     MalleeError,
     NotFound,
     SessionClosed,
+    SessionTaken,
     StoreAway,
     Unavailable,
 )
@@ -316,7 +317,7 @@ class GatewaySessions:
         """The capsule that a fork `new` of this session would begin with. Raises as `fork`."""
         tree = _found(await self._copies.read(SessionKey(scope, name)))
         if await self._copies.read_head(SessionKey(scope, new)) is not None:
-            raise _taken(new)
+            raise SessionTaken(new)
         node = tree.last if capsule is None else tree.nodes.get(capsule)
         if node is None and capsule is not None:
             raise InvalidParameter("capsule", capsule, "it is none of this session's")
@@ -329,7 +330,7 @@ class GatewaySessions:
     ) -> SessionView:
         """A session `new` that begins with a capsule of this one; None: with the newest.
 
-        Raises NotFound, InvalidParameter, StoreFull.
+        Raises NotFound, InvalidParameter, SessionTaken, StoreFull.
         """
         node = await self.root_of_fork(name, scope, new, capsule)
         source = _found(self.trees.get(SessionKey(scope, name)))
@@ -345,10 +346,10 @@ class GatewaySessions:
             budget=budget,
             given=now if budget else 0.0,
         )
-        revision = await self._stored.put(key, head, 0)
-        if revision is None:
-            raise _taken(new)
-        tree = self.trees.fork(key, Entry(head, revision), node)
+        entry = await self._stored.put(key, head, 0)
+        if entry is None:
+            raise SessionTaken(new)
+        tree = self.trees.fork(key, entry, node)
         await self._stored.keep(tree)
         return _view(tree)
 
@@ -489,7 +490,3 @@ def _found(tree: SessionTree | None) -> SessionTree:
     if tree is None:
         raise NotFound("no session of that name is here", param="session")
     return tree
-
-
-def _taken(name: str) -> InvalidParameter:
-    return InvalidParameter("session", name, "there is a session of that name; give another")

@@ -52,8 +52,8 @@ class StoredSessions:
         """As it is now: `known` itself, if that is it still."""
         return await self._heads.get(*key, known)
 
-    async def put(self, key: SessionKey, head: SessionHead, at: int) -> int | None:
-        """Its revision; None: it is not at revision `at` (0: is there already). Raises StoreFull."""
+    async def put(self, key: SessionKey, head: SessionHead, at: int) -> Entry[SessionHead] | None:
+        """As `Bucket.put`."""
         return await self._heads.put(*key, head, at=at)
 
     def keep_soon(self, tree: SessionTree) -> None:

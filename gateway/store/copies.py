@@ -3,7 +3,7 @@
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Final, Generic, NamedTuple, TypeVar
+from typing import Final, Generic, TypeVar
 from weakref import WeakValueDictionary
 
 from mallee.gateway.store.store import Bucket, Entry
@@ -15,11 +15,6 @@ T = TypeVar("T")
 MAX_TRIES: Final = 16  # of a change, beside those of others
 
 
-class _Copy(NamedTuple, Generic[T]):
-    entry: Entry[T]
-    nbytes: int
-
-
 class CopiedBucket(Generic[T]):
     """A bucket, and copies of the values that were used here last, of at most `max_nbytes`.
 
@@ -29,14 +24,13 @@ class CopiedBucket(Generic[T]):
     def __init__(self, bucket: Bucket[T], max_nbytes: int) -> None:
         self.bucket: Final = bucket
         self._max_nbytes = max_nbytes
-        self._copies: OrderedDict[tuple[Scope, str], _Copy[T]] = OrderedDict()
+        self._copies: OrderedDict[tuple[Scope, str], Entry[T]] = OrderedDict()
         self._nbytes = 0
         self._turns: WeakValueDictionary[tuple[Scope, str], asyncio.Lock] = WeakValueDictionary()
 
     async def get(self, scope: Scope, name: str) -> Entry[T] | None:
         """The value as it is now. Raises as `Bucket.get`, but for a copy."""
-        copy = self._copies.get((scope, name))
-        known = None if copy is None else copy.entry
+        known = self._copies.get((scope, name))
         try:
             entry = await self.bucket.get(scope, name, known)
         except StoreAway:
@@ -46,12 +40,14 @@ class CopiedBucket(Generic[T]):
         self._keep(scope, name, entry)
         return entry
 
-    async def put(self, scope: Scope, name: str, value: T, *, at: int | None = None) -> int | None:
+    async def put(
+        self, scope: Scope, name: str, value: T, *, at: int | None = None
+    ) -> Entry[T] | None:
         """As `Bucket.put`."""
-        revision = await self.bucket.put(scope, name, value, at=at)
-        if revision is not None:
-            self._keep(scope, name, Entry(value, revision))
-        return revision
+        entry = await self.bucket.put(scope, name, value, at=at)
+        if entry is not None:
+            self._keep(scope, name, entry)
+        return entry
 
     async def change(self, scope: Scope, name: str, change: Callable[[T], T]) -> T | None:
         """The value after `change`, which is called again where others were faster. None: there is none.
@@ -75,18 +71,12 @@ class CopiedBucket(Generic[T]):
 
     def _keep(self, scope: Scope, name: str, entry: Entry[T] | None) -> None:
         """Copy `entry`; None: it is gone."""
-        copy = self._copies.pop((scope, name), None)
-        if copy is not None and copy.entry is entry:
-            self._copies[scope, name] = copy  # now the last used
+        before = self._copies.pop((scope, name), None)
+        if before is not None:
+            self._nbytes -= before.nbytes
+        if entry is None or entry.nbytes > self._max_nbytes:
             return
-        if copy is not None:
-            self._nbytes -= copy.nbytes
-        if entry is None:
-            return
-        copy = _Copy(entry, self.bucket.nbytes(entry.value))
-        if copy.nbytes > self._max_nbytes:
-            return
-        self._copies[scope, name] = copy
-        self._nbytes += copy.nbytes
+        self._copies[scope, name] = entry  # now the last used
+        self._nbytes += entry.nbytes
         while self._nbytes > self._max_nbytes:
             self._nbytes -= self._copies.popitem(last=False)[1].nbytes

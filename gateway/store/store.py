@@ -13,6 +13,7 @@ is back. A write that is waited for comes after those of its name that began bef
 
 import asyncio
 import logging
+import math
 import secrets
 import time
 from collections import Counter
@@ -34,7 +35,7 @@ from mallee.protocol.codec import Decoder, encode
 from mallee.protocol.errors import CodecError, OtherLayout, StoreAway, StoreFull, Unreadable
 from mallee.protocol.ids import Scope
 from mallee.protocol.subjects import Subjects
-from mallee.runtime.bus.buckets import Buckets, BucketSpec, Stored
+from mallee.runtime.bus.buckets import Buckets, BucketSpec, Stored, WritesStopped
 from mallee.runtime.bus.bus import Bus
 from mallee.runtime.tasks import Tasks
 
@@ -46,6 +47,7 @@ PART_NBYTES: Final = 512 << 10  # of one message: a broker takes 1 MiB by defaul
 MAX_WAITING_NBYTES: Final = 64 << 20  # of writes that wait for the store
 NUM_SENT: Final = 64  # writes under way at once
 RETRY_S: Final = 0.2
+FULL_S: Final = 10.0  # after a write that found no room
 PARTS_S: Final = 60  # for which parts of a value that was put anew stay
 TURN_S: Final = 2.0  # for earlier writes of a name
 MAX_KEY: Final = 3500  # characters: a broker leaves a client that sends a line of 4 KiB
@@ -53,10 +55,15 @@ _OVERHEAD_NBYTES: Final = 256  # of a write that waits
 
 
 class Entry(NamedTuple, Generic[T]):
-    """A value as it is stored; `revision` changes with each put."""
+    """A value as it is stored; `revision` changes with each put.
+
+    A broker that was set back gives a revision again: with the same `digest` it is the same value.
+    """
 
     value: T
     revision: int
+    digest: int = 0
+    nbytes: int = 0
 
 
 class Write(NamedTuple):
@@ -106,6 +113,7 @@ class Store:
         self._num_changing = 0
         self._is_idle = asyncio.Event()
         self._is_idle.set()
+        self._full_until = -math.inf
         self.num_refused = 0  # writes that found no room
         self.written_nbytes = 0
         self.tasks = Tasks("the gateways' store")
@@ -113,6 +121,11 @@ class Store:
     @property
     def is_up(self) -> bool:
         return self._bus.is_up
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a write has found no room a moment ago, and none has since."""
+        return self._clock() < self._full_until
 
     @property
     def num_waiting(self) -> int:
@@ -150,10 +163,16 @@ class Store:
 
     @contextmanager
     def asking(self, how: Literal["read", "write"]) -> Iterator[None]:
-        """Ask the broker. Raises StoreAway."""
+        """Ask the broker. Raises StoreAway, and StoreFull if nothing is written."""
         begun = self._clock()
         try:
             yield
+        except StoreFull:
+            self.num_refused += 1
+            raise
+        except WritesStopped as error:
+            self.num_refused += 1
+            raise StoreFull(f"{error}; retry in {FULL_S:g} s", retry_after_s=FULL_S) from error
         except (ConnectionError, TimeoutError) as error:
             raise StoreAway(str(error)) from error
         finally:
@@ -262,6 +281,20 @@ class Store:
         self._settle(place)
         self._begin()
 
+    async def put(
+        self, spec: BucketSpec, key: str, raw: bytes | None, at: int | None
+    ) -> Stored | None:
+        """As `put_whole`."""
+        try:
+            stored = await put_whole(self._bus.buckets, spec, key, raw, at)
+        except (StoreFull, WritesStopped):
+            self._full_until = self._clock() + FULL_S
+            raise
+        if raw is not None and stored is not None:
+            self._full_until = -math.inf
+            self.written_nbytes += len(raw)
+        return stored
+
     def _is_written(self, place: tuple[str, str]) -> bool:
         return place in self._sent or place in self._awaited
 
@@ -276,8 +309,7 @@ class Store:
         """Whether nothing is left to be done."""
         try:
             at = 0 if write.is_new else None
-            await put_whole(self._bus.buckets, write.spec, write.key, write.raw, at)
-            self.written_nbytes += len(write.raw or b"")
+            await self.put(write.spec, write.key, write.raw, at)
         except StoreFull as error:
             self.num_refused += 1
             log.warning("the gateways' store took no value of %s: %s", write.spec.name, error)
@@ -310,8 +342,10 @@ class Bucket(Generic[T]):
         """The value as it is now: `known` itself, if that is it still. None: there is none."""
         return await self._get(key_of(scope, name), known)
 
-    async def put(self, scope: Scope, name: str, value: T, *, at: int | None = None) -> int | None:
-        """Returns once it is stored: its revision. None: it is not at revision `at` (0: is there already).
+    async def put(
+        self, scope: Scope, name: str, value: T, *, at: int | None = None
+    ) -> Entry[T] | None:
+        """Returns once it is stored. None: it is not at revision `at` (0: is there already).
 
         Raises StoreFull.
         """
@@ -339,10 +373,6 @@ class Bucket(Generic[T]):
     async def names(self, scope: Scope) -> list[str]:
         """All names of `scope`, in order."""
         return sorted(map(name_of, await self._keys(key_of(scope))))
-
-    def nbytes(self, value: T) -> int:
-        """As it is stored."""
-        return len(self._packed(value))
 
     # Values below a name, in an order of their own: events, nodes of a tree
 
@@ -398,19 +428,20 @@ class Bucket(Generic[T]):
 
     # Bytes
 
-    async def _put(self, key: str, value: T, at: int | None) -> int | None:
+    async def _put(self, key: str, value: T, at: int | None) -> Entry[T] | None:
         raw = self._packed(value)
         async with self._store.turn(self._spec, key):
-            revision = await put_whole(self._buckets, self._spec, key, raw, at)
-        self._store.written_nbytes += len(raw) if revision is not None else 0
-        return revision
+            stored = await self._store.put(self._spec, key, raw, at)
+        return None if stored is None else Entry(value, stored.revision, stored.digest, len(raw))
 
     async def _get(self, key: str, known: Entry[T] | None) -> Entry[T] | None:
         if len(key) > MAX_KEY:
             return None  # none is stored: such a name is a client's alone
         waiting = self._store.pending(self._spec, key)
         if waiting is not None:
-            return None if waiting.raw is None else Entry(self._read(waiting.raw), 0)
+            if waiting.raw is None:
+                return None
+            return Entry(self._read(waiting.raw), 0, nbytes=len(waiting.raw))
         with self._store.asking("read"):
             stored = await self._buckets.get(self._spec, key)
             return None if stored is None else await self._whole(key, stored, known)
@@ -426,10 +457,11 @@ class Bucket(Generic[T]):
 
     async def _whole(self, key: str, stored: Stored, known: Entry[T] | None) -> Entry[T] | None:
         """None: its parts went meanwhile."""
-        if known is not None and known.revision == stored.revision:
+        place = stored.revision, stored.digest
+        if known is not None and (known.revision, known.digest) == place:
             return known
         raw = await get_whole(self._buckets, self._spec, key, stored.value)
-        return None if raw is None else Entry(self._read(raw), stored.revision)
+        return None if raw is None else Entry(self._read(raw), *place, len(raw))
 
     def _packed(self, value: T) -> bytes:
         return bytes((self._layout.version,)) + self._layout.encode(value)
@@ -453,13 +485,14 @@ _decode_parts: Final = Decoder(tuple[str, int], "the parts of a value")
 
 async def put_whole(
     buckets: Buckets, spec: BucketSpec, key: str, raw: bytes | None, at: int | None = None
-) -> int | None:
-    """Put a value of any length, or delete it (None). Returns and raises as `Buckets.put`."""
+) -> Stored | None:
+    """Put a value of any length, or delete it (None). Its head, and else as `Buckets.put`."""
     if raw is None:
         await buckets.delete(spec, key)
         return None
     if len(raw) <= PART_NBYTES:
-        return await buckets.put(spec, key, _WHOLE + raw, at)
+        revision = await buckets.put(spec, key, _WHOLE + raw, at)
+        return None if revision is None else Stored(_WHOLE + raw, revision)
     now, num_parts = int(time.time()), -(-len(raw) // PART_NBYTES)
     nonce = f"{now:x}-{secrets.token_hex(8)}"
     for i in range(num_parts):
@@ -471,7 +504,7 @@ async def put_whole(
         # Not at once: they may be read now, or be those of another put whose head follows.
         if (old == nonce and revision is None) or int(old.partition("-")[0], 16) < now - PARTS_S:
             await buckets.delete(spec, f"{key}.{_PARTS}.{old}")
-    return revision
+    return None if revision is None else Stored(head, revision)
 
 
 async def get_whole(buckets: Buckets, spec: BucketSpec, key: str, head: bytes) -> bytes | None:

@@ -199,6 +199,7 @@ class Health(Body, frozen=True, kw_only=True):
     status: Literal["ok", "degraded", "unavailable"]
     gateway: str = OMITTED
     broker: Literal["up", "down"] = OMITTED
+    store: Literal["up", "down", "full"] = OMITTED
     workers: list[dict[str, Any]] = OMITTED
 
 

@@ -3,6 +3,12 @@
 from collections.abc import AsyncGenerator
 from typing import NamedTuple, Protocol
 
+import xxhash
+
+
+class WritesStopped(TimeoutError):
+    """The broker answers, but not what is put: a full disk."""
+
 
 class BucketSpec(NamedTuple):
     """A bucket and its bounds: a value goes `ttl_s` after it was put, and the oldest beyond `max_nbytes`."""
@@ -20,6 +26,11 @@ class Stored(NamedTuple):
     value: bytes
     revision: int
 
+    @property
+    def digest(self) -> int:
+        """Of the value: a broker that was set back gives its revision to another one."""
+        return xxhash.xxh3_64_intdigest(self.value)
+
 
 class Buckets(Protocol):
     """Keys are of letters, digits, `-_=`, with dots between their parts.
@@ -34,7 +45,7 @@ class Buckets(Protocol):
     ) -> int | None:
         """Its revision; None: nothing was put, as the value has not `revision` now (0: is not there).
 
-        Raises StoreFull.
+        Raises StoreFull, WritesStopped.
         """
         ...
 

@@ -15,7 +15,7 @@ from nats.js import JetStreamContext, api
 from nats.js.errors import APIError, BadRequestError, NoStreamResponseError, NotFoundError
 
 from mallee.protocol.errors import StoreFull
-from mallee.runtime.bus.buckets import BucketSpec, Stored
+from mallee.runtime.bus.buckets import BucketSpec, Stored, WritesStopped
 
 T = TypeVar("T")
 
@@ -65,7 +65,12 @@ class JetStreamBuckets:
                     return None
                 raise
 
-        return await self._call(bucket, put)
+        try:
+            return await self._call(bucket, put)
+        except TimeoutError as error:
+            # A server that can't write to its disk answers all but what is put. This is not sent then.
+            await self._call(bucket, lambda streams: streams.stream_info(_stream(bucket)))
+            raise WritesStopped(f"{bucket.name}: the broker's disk takes nothing") from error
 
     async def delete(self, bucket: BucketSpec, key: str) -> None:
         async def purge(streams: JetStreamContext) -> None:

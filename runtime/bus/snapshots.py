@@ -7,10 +7,9 @@ moment, and the next is requested when one is taken in whole: neither the broker
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from mallee.protocol.errors import CodecError
-from mallee.runtime.bus.bus import Bus
 from mallee.runtime.bus.inbox import Pump
 from mallee.runtime.tasks import Tasks
 
@@ -23,28 +22,24 @@ MAX_AT_ONCE = 8
 class Fetcher:
     """One queue of senders to ask. Belongs to one event loop.
 
-    `subject(name)` is where `name` is asked, with `body(name)`; `take(raw, asked_at)` takes the answer
-    in, through `pump`, and returns whether it was too old: then the sender is asked again. After a failure
-    a sender is asked at its next sign of life. `tasks` are the owner's: it ends them after `close`.
+    `ask(name, timeout_s)` asks `name`; `take(raw, asked_at)` takes the answer in, through `pump`, and
+    returns whether it was too old: then the sender is asked again. After a failure a sender is asked at its
+    next sign of life. `tasks` are the owner's: it ends them after `close`.
     """
 
     def __init__(
         self,
-        bus: Bus,
         pump: Pump,
         tasks: Tasks,
         *,
-        subject: Callable[[str], str],
-        body: Callable[[str], bytes] = lambda name: b"",
+        ask: Callable[[str, float], Awaitable[bytes]],
         take: Callable[[bytes, float], bool],
         clock: Callable[[], float],
         timeout_s: float = SNAPSHOT_TIMEOUT_S,
     ) -> None:
-        self._bus = bus
         self._pump = pump
         self._tasks = tasks
-        self._subject = subject
-        self._body = body
+        self._ask = ask
         self._take = take
         self._clock = clock
         self._timeout_s = timeout_s
@@ -81,9 +76,7 @@ class Fetcher:
             is_old = True
             while is_old:
                 asked_at = self._clock()
-                raw = await self._bus.request(
-                    self._subject(name), self._body(name), self._timeout_s
-                )
+                raw = await self._ask(name, self._timeout_s)
                 is_old = await self._hand_over(raw, asked_at)
             self._silent.discard(name)
         except (TimeoutError, ConnectionError, CodecError) as error:

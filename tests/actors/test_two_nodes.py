@@ -9,7 +9,8 @@ from typing import Any, get_args
 import httpx
 import pytest
 
-from mallee.protocol.events import decode_snapshot, unpack_hashes
+from mallee.protocol.events import AskSnapshot, decode_snapshot, encode_host_ask, unpack_hashes
+from mallee.protocol.ids import WorkerId
 from mallee.protocol.subjects import BusRole, Subjects
 from mallee.runtime.addresses import free_port
 from mallee.runtime.bus.broker import start_broker
@@ -89,8 +90,9 @@ class Fleet:
 
     async def _is_converged(self) -> bool:
         for worker, view in (await self.workers()).items():
-            subject = Subjects.of("test").snapshot(f"m{worker.removeprefix('w')}")
-            snapshot = decode_snapshot(await self.bus.request(subject, b"", 5.0))
+            subject = Subjects.of("test").host(f"m{worker.removeprefix('w')}")
+            asked = encode_host_ask(AskSnapshot(WorkerId(worker)))
+            snapshot = decode_snapshot(await self.bus.request(subject, asked, 5.0))
             num_blocks = len(unpack_hashes(snapshot.hashes))
             held = (True, str(snapshot.incarnation), num_blocks)
             if (view["is_whole"], view["incarnation"], view["indexed_blocks"]) != held:

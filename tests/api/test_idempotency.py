@@ -11,11 +11,12 @@ import pytest
 from mallee.api.entry import idempotency
 from mallee.api.entry.idempotency import GRACE_S
 from mallee.gateway.access.access import Access
-from mallee.protocol.errors import Overloaded
+from mallee.protocol.errors import Overloaded, Unavailable
 from mallee.runtime.config import HttpSettings
 from mallee.testing.bus import LocalHub
 from support.waiting import elapse, until
 
+MODEL = "tiny/bytes"
 PATH = "/v1/completions"
 CHAT = "/v1/chat/completions"
 FORK = "/v1/capsules/req_x.0/fork"
@@ -108,6 +109,40 @@ async def test_refusals_are_not_kept(client: httpx.AsyncClient, call: Any) -> No
     call.service.refuses = None
     again = await client.post(PATH, json={"prompt": "abc"}, headers=keyed("a"))
     assert (again.status_code, REPLAYED in again.headers) == (200, False)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (PATH, {"prompt": "abc"}),
+        (CHAT, {"messages": MESSAGES}),
+        (FORK, {"n": 2}),
+        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 9}),
+        ("/v1/responses", {"input": "abc"}),
+    ],
+)
+async def test_a_stream_that_ends_by_an_error_is_not_kept(
+    client: httpx.AsyncClient, call: Any, failed: Any, path: str, body: dict[str, Any]
+) -> None:
+    """Its beginning was sent: it runs again, and the whole answer is kept then."""
+
+    async def breaks(stream: Any) -> AsyncIterator[Any]:
+        num = 0
+        async for delta in call.service.plain(stream):
+            yield delta
+            if (num := num + 1) == 3:
+                break
+        yield failed(0, Unavailable("it broke"))
+
+    call.service.script = breaks
+    asked = {"json": {"model": MODEL, "stream": True, **body}, "headers": keyed("a")}
+    first = await client.post(path, **asked)
+    assert (first.status_code, "it broke" in first.text) == (200, True)
+    call.service.script = call.service.plain
+    again = await client.post(path, **asked)
+    assert (REPLAYED in again.headers, "it broke" in again.text) == (False, False)
+    third = await client.post(path, **asked)
+    assert (REPLAYED in third.headers, third.text) == (True, again.text)
 
 
 async def test_a_bug_is_told_to_all_that_wait_for_it(client: httpx.AsyncClient, call: Any) -> None:

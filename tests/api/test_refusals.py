@@ -219,7 +219,8 @@ def test_unknown_fields_are_refused_by_name_where_they_are_ours(call_with: Any, 
     """Of Mallee's own paths and objects; of others' paths too, if the setting says so."""
     asked: list[tuple[dict[str, Any], str, str]] = [
         ({"max_token": 5}, "max_token", "max_token"),
-        ({"mallee": {"prio": 1}}, "mallee.prio", "prio"),
+        ({"mallee": {"prio": 1}}, "mallee.prio", "the nearest is `priority`"),
+        ({"keep": True}, "keep", "it is `mallee.keep`"),
     ]
     if path != "/v1/capsules":  # which has no stream
         option = "stream_options.include_all"
@@ -227,7 +228,8 @@ def test_unknown_fields_are_refused_by_name_where_they_are_ours(call_with: Any, 
     for setting in ("ours", "all"):
         call = call_with(HttpSettings(strict=setting))
         for fields, param, name in asked:
-            if setting == "ours" and not path.startswith("/v1/capsules") and param != "mallee.prio":
+            is_ours = path.startswith("/v1/capsules") or param == "mallee.prio"
+            if setting == "ours" and not is_ours:
                 continue
             answer = call("POST", path, fields)
             assert name in check_error(answer, 400, "invalid_request_error", param)
@@ -243,8 +245,8 @@ def test_unknown_fields_of_others_paths_are_ignored_and_named(call: Any) -> None
     assert answer.status_code == 200
     told = answer.headers["warnings"]
     assert told == (
-        "fields that this server does not know were ignored: 'max_token', '\\xfcber',"
-        " 'stream_options.more'"
+        "fields that this server does not know were ignored: 'max_token' (the nearest is `max_tokens`),"
+        " '\\xfcber', 'stream_options.more'"
     )
     for kind, asked in (
         (CHAT, {"messages": MESSAGES}),

@@ -8,7 +8,7 @@ import pytest
 
 from mallee.gateway.requests.deltas import DeltaQueue
 from mallee.mocker.passes import mock_spec
-from mallee.protocol.errors import SlowReader
+from mallee.protocol.errors import SlowReader, StoreFull
 from mallee.protocol.hashing import as_tokens
 from mallee.protocol.ids import COMMON, branch_seed
 from mallee.protocol.messages import Limits, Sampling
@@ -51,6 +51,29 @@ async def test_capsules_are_dated_by_the_gateways_wall_clock() -> None:
             await elapse(30.0)
         assert dates[0] == pytest.approx(1e6 + time.monotonic() - 60.0, abs=1.0)
         assert dates[1] - dates[0] == pytest.approx(30.0, abs=0.5)
+
+
+async def test_a_full_store_is_told_until_it_takes_something_again() -> None:
+    """X8, part: requests go on meanwhile."""
+    async with fleet(workers=1) as f:
+        gateway = f.gateways[0]
+        bucket = gateway.store.bucket("texts", bytes, version=1, ttl_s=60.0)
+        assert gateway.operator.health()["store"] == "up"
+        f.hub.kept.is_full = True
+        for _ in range(2):
+            with pytest.raises(StoreFull):
+                await bucket.put(COMMON, "name", b"value")
+            health = gateway.operator.health()
+            assert [health[each] for each in ("status", "broker", "store")] == [
+                *("degraded", "up", "full")
+            ]
+            answers = await collect(await gateway.requests.start(GenerateJob(PROMPT, Limits(2))))
+            assert len(answers[0][0]) == 2
+        f.hub.kept.is_full = False
+        await bucket.put(COMMON, "name", b"value")
+        assert gateway.operator.health()["status"] == "ok"
+        f.hub.set_up(False)
+        assert gateway.operator.health()["store"] == "down"
 
 
 async def test_with_the_broker_gone_requests_still_work_and_the_index_converges_after() -> None:

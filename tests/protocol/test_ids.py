@@ -52,8 +52,7 @@ def test_subjects_name_fleet_kind_and_worker() -> None:
     subjects = Subjects.of("prod-1")
     assert subjects.events("w0") == "mallee.prod-1.events.w0"
     assert subjects.lease("w0") == "mallee.prod-1.lease.w0"
-    assert subjects.snapshot("w0") == "mallee.prod-1.snapshot.w0"
-    assert subjects.admin("m0") == "mallee.prod-1.admin.m0"
+    assert subjects.host("m0") == "mallee.prod-1.host.m0"
     assert subjects.bookings("g0") == "mallee.prod-1.bookings.g0"
     assert subjects.bookings_snapshot("g0") == "mallee.prod-1.bookings_snapshot.g0"
 

@@ -166,7 +166,7 @@ async def test_the_page_shows_branches_that_run(service: ServeCommand) -> None:
         answer = await session.complete(DOCUMENT, max_tokens=4, ignore_eos=True)
         forked = answer.fork(SUFFIXES, max_tokens=2000, ignore_eos=True)  # they end by the hang-up
         async with browser_page() as page, forked:
-            await anext(aiter(forked))
+            await anext(forked.events())
             await page.goto(f"{service.url}/ui")
             await page.locator(".row.session", has_text="grove").wait_for()
             live = page.locator(".node.live")
@@ -185,7 +185,7 @@ def test_streams_go_on_with_the_same_tokens_when_their_worker_is_killed(
         undisturbed = [each.text for each in capsule.fork(SUFFIXES, **options).wait()]
         replica = worker_process(service, capsule.worker)
         branches = capsule.fork(SUFFIXES, **options)
-        next(iter(branches))
+        next(branches.events())
         replica.kill()
         ends = branches.wait()
         assert [each.text for each in ends] == undisturbed
@@ -233,7 +233,7 @@ class Stream:
             client.stream(DOCUMENT, **options) as branches,
         ):
             try:
-                for event in branches:
+                for event in branches.events():
                     self.num_events += 1
                     self.end = event.finish_reason
                     if self._is_enough.is_set():

@@ -95,8 +95,8 @@ class MockScene:
 
     async def admin(self, verb: str, worker: str = "") -> dict[str, Any]:
         asked = json.dumps({"verb": verb, "worker": worker}).encode()
-        answer = await self.gateway_bus.request(f"mallee.{self.config.fleet}.admin.m0", asked, 5.0)
-        found: dict[str, Any] = json.loads(answer)
+        answer = await self.gateway_bus.request(f"mallee.{self.config.fleet}.host.m0", asked, 5.0)
+        found: dict[str, Any] = {} if answer == worker.encode() else json.loads(answer)
         return found
 
     def names(self) -> set[str]:

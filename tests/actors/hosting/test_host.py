@@ -10,7 +10,13 @@ from mallee.actors.hosting.host import LEASES_PER_MESSAGE
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import WorkerLost
-from mallee.protocol.events import decode_leases, decode_snapshot, unpack_hashes
+from mallee.protocol.events import (
+    AskSnapshot,
+    decode_leases,
+    decode_snapshot,
+    encode_host_ask,
+    unpack_hashes,
+)
 from mallee.protocol.ids import WorkerId
 from mallee.protocol.messages import Cancel, Prefill, Update, pack_tokens
 from mallee.protocol.parcels import LEAVING, Parcel, Report, decode_reports
@@ -141,8 +147,11 @@ async def test_a_late_gateway_gets_every_workers_snapshot_from_the_host(crowd: A
         bus = LocalBus(c.hub)
         await bus.connect()
         for i in range(3):
-            raw = await bus.request("mallee.test.snapshot.h0", f"w{i}".encode(), 1.0)
-            snapshot = decode_snapshot(raw)
+            asked = encode_host_ask(AskSnapshot(WorkerId(f"w{i}")))
+            snapshot = decode_snapshot(await bus.request("mallee.test.host.h0", asked, 1.0))
             assert (snapshot.worker, len(unpack_hashes(snapshot.hashes))) == (f"w{i}", 2 + i)
+        asked = encode_host_ask(AskSnapshot(WorkerId("w7")))
         with pytest.raises(TimeoutError):  # of nobody
-            await bus.request("mallee.test.snapshot.h0", b"w7", 0.05)
+            await bus.request("mallee.test.host.h0", asked, 0.05)
+        refused = await bus.request("mallee.test.host.h0", b'{"verb": "list"}', 1.0)
+        assert b"mocked alone" in refused

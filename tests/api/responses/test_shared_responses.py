@@ -424,6 +424,16 @@ async def test_a_conversation_grows_by_each_response_which_computes_only_what_is
     assert alone.usage.input_tokens == last.usage.input_tokens
 
 
+async def test_metadata_of_a_conversation_are_changed_by_one_put_of_its_head(scene: Scene) -> None:
+    a, b, fleet, _ = scene
+    begun = await a.conversations.create(metadata={"a": "b"})
+    before = fleet.hub.kept.revision
+    changed = await b.conversations.update(begun.id, metadata={"c": "d"})
+    assert changed.metadata == {"c": "d"}
+    assert fleet.hub.kept.revision == before + 2, "its items live on, too"
+    assert (await a.conversations.retrieve(begun.id)).metadata == {"c": "d"}
+
+
 async def test_items_that_were_added_are_forked_to_and_one_less_computes_the_whole(
     scene: Scene,
 ) -> None:

@@ -131,7 +131,10 @@ async def test_sessions_are_their_scope_s_alone_and_listed_in_pages() -> None:
         answer = await client.post("/v1/sessions/a/fork", json={}, headers=eve)
         assert answer.status_code == 404
         taken = await client.post("/v1/sessions/a/fork", json={"session": "b"})
-        assert (taken.status_code, taken.json()["error"]["param"]) == (400, "session")
+        assert taken.status_code == 409
+        assert [taken.json()["error"][key] for key in ("code", "param")] == [
+            *("session_taken", "session")
+        ]
         other = {"capsule": "req_no.0"}
         unknown = await client.post("/v1/sessions/a/fork", json=other)
         assert (unknown.status_code, unknown.json()["error"]["param"]) == (400, "capsule")
@@ -207,8 +210,8 @@ async def test_of_two_gateways_that_fork_to_the_same_new_name_one_is_refused() -
         answers = await asyncio.gather(
             *(client.post("/v1/sessions/s/fork", json={"session": "f"}) for client in (a, b))
         )
-        assert sorted(answer.status_code for answer in answers) == [200, 400]
-        (refused,) = (answer for answer in answers if answer.status_code == 400)
+        assert sorted(answer.status_code for answer in answers) == [200, 409]
+        (refused,) = (answer for answer in answers if answer.status_code == 409)
         assert refused.json()["error"]["param"] == "session"
 
 

@@ -76,7 +76,7 @@ class Place:
             self.answered += 1
             return encode(Snapshot(worker, 1, next_seq, run(*blocks), ()))
 
-        await self.bus.serve(SUBJECTS.snapshot(worker), answer)
+        await self.bus.serve(SUBJECTS.host(worker), answer)
 
     def sizes(self) -> dict[str, int]:
         """Blocks known of each worker of which nothing is missing."""

@@ -16,7 +16,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from mallee.gateway.sessions import stored
 from mallee.gateway.sessions.copies import SessionLimits
 from mallee.gateway.sessions.sessions import MAX_READ
-from mallee.protocol.errors import InvalidParameter, NotFound, OtherLayout, StoreAway, StoreFull
+from mallee.protocol.errors import (
+    InvalidParameter,
+    NotFound,
+    OtherLayout,
+    SessionTaken,
+    StoreAway,
+    StoreFull,
+)
 from mallee.protocol.gateways.session_notes import NodeNote
 from mallee.testing.bus import LocalBuckets, LocalBus, LocalHub
 from support.session_gateways import SCOPE, SessionGateway
@@ -190,7 +197,7 @@ class Sessions(RuleBasedStateMachine):
 
         source = self.lives.get(name)
         if source is None or new in self.lives or not source.nodes:
-            with pytest.raises((NotFound, InvalidParameter)):
+            with pytest.raises((NotFound, InvalidParameter, SessionTaken)):
                 self.run(fork())
             return
         (root,) = self.run(fork()).nodes

@@ -120,3 +120,35 @@ async def test_changes_of_one_gateway_do_not_forestall_each_other(scene: Scene) 
     found = await there.get(COMMON, "n")
     assert found is not None
     assert found.value == Note("x" * num)
+
+
+async def test_a_copy_is_not_taken_for_another_value_of_its_revision(scene: Scene) -> None:
+    """As of a broker that was set back to an older backup."""
+    hub, here, there = scene
+    await here.put(COMMON, "other", Note("1"))
+    first = await here.put(COMMON, "n", Note("lost"))
+    hub.kept.revision -= 1
+    new = await there.put(COMMON, "n", Note("new"))
+    assert first is not None
+    assert new is not None
+    assert new.revision == first.revision
+    found = await here.get(COMMON, "n")
+    assert found is not None
+    assert found.value == Note("new")
+
+
+async def test_a_value_is_encoded_once_to_be_put_and_copied(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, here, _ = scene
+    packed, num = here.bucket._packed, 0
+
+    def counted(note: Note) -> bytes:
+        nonlocal num
+        num += 1
+        return packed(note)
+
+    monkeypatch.setattr(here.bucket, "_packed", counted)
+    await here.put(COMMON, "n", Note("x" * 300))
+    await here.get(COMMON, "n")
+    assert num == 1

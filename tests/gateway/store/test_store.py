@@ -49,10 +49,10 @@ def notes(store: Store, version: int = 1) -> Bucket[Note]:
 
 async def test_a_value_is_the_same_at_every_gateway_and_in_its_scope_alone() -> None:
     async with stores(LocalHub()) as (one, two):
-        revision = await notes(one).put(A, "x/y z.~", Note("first"))
+        put = await notes(one).put(A, "x/y z.~", Note("first"))
         entry = await notes(two).get(A, "x/y z.~")
         assert entry is not None
-        assert entry == (Note("first"), revision)
+        assert entry == put
         assert await notes(two).get(A, "x/y z.~", entry) is entry
         assert await notes(two).get(B, "x/y z.~") is None
         assert await notes(two).get(COMMON, "x/y z.~") is None
@@ -66,10 +66,10 @@ async def test_of_two_that_change_a_value_one_has_to_look_again() -> None:
         first = await notes(one).put(A, "n", Note("1"), at=0)
         assert first is not None
         assert await notes(two).put(A, "n", Note("2"), at=0) is None
-        second = await notes(two).put(A, "n", Note("2"), at=first)
+        second = await notes(two).put(A, "n", Note("2"), at=first.revision)
         assert second is not None
-        assert await notes(one).put(A, "n", Note("3"), at=first) is None
-        assert await notes(one).get(A, "n") == (Note("2"), second)
+        assert await notes(one).put(A, "n", Note("3"), at=first.revision) is None
+        assert await notes(one).get(A, "n") == second
 
 
 async def test_a_value_of_any_length_is_whole_or_not_there() -> None:

@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from mallee.gateway.store.copies import CopiedBucket
 from mallee.gateway.store.store import PART_NBYTES, Bucket, Store, StoreTerms
 from mallee.protocol.errors import StoreAway, StoreFull
 from mallee.protocol.ids import Scope
@@ -36,6 +37,7 @@ class StoreMachine(RuleBasedStateMachine):
         self._may: dict[tuple[Scope, str], set[bytes | None]] = {}
         self._number = 0
         self._buckets: list[Bucket[bytes]] = []
+        self._copied: list[CopiedBucket[bytes]] = []
         self._stores: list[Store] = []
         self._do(self._start())
 
@@ -47,6 +49,7 @@ class StoreMachine(RuleBasedStateMachine):
             self._stores.append(store)
             made = store.bucket("texts", bytes, version=1, ttl_s=1e9, max_nbytes=1 << 40)
             self._buckets.append(made)
+            self._copied.append(CopiedBucket(made, 1 << 30))
 
     def _do(self, work: Awaitable[T]) -> T:
         async def run() -> T:
@@ -101,12 +104,16 @@ class StoreMachine(RuleBasedStateMachine):
         else:
             self._may[place] = {None}
 
-    @rule(gateway=gateways, place=places)
-    def read(self, gateway: int, place: Any) -> None:
+    @rule(gateway=gateways, place=places, is_copied=st.booleans())
+    def read(self, gateway: int, place: Any, is_copied: bool) -> None:
+        """A copy is what is stored, while the broker is there to say so."""
+        bucket = (self._copied if is_copied else self._buckets)[gateway]
         try:
-            entry = self._do(self._buckets[gateway].get(*place))
+            entry = self._do(bucket.get(*place))
         except StoreAway:
             assert not self._hub.is_up
+            return
+        if not self._hub.is_up:
             return
         found = None if entry is None else entry.value
         assert found in self._values(place)
@@ -138,14 +145,15 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def save(self) -> None:
-        self._saved = deepcopy((self._hub.kept.buckets, self._may))
+        kept = self._hub.kept
+        self._saved = deepcopy((kept.buckets, kept.revision, self._may))
 
     @rule()
     def set_back(self) -> None:
-        """The broker has an older state, as of a backup."""
+        """The broker has an older state, as of a backup, and gives later revisions anew."""
         if hasattr(self, "_saved"):
-            buckets, may = deepcopy(self._saved)
-            self._hub.kept.buckets, self._may = buckets, may
+            kept = self._hub.kept
+            kept.buckets, kept.revision, self._may = deepcopy(self._saved)
 
     @rule(gateway=gateways, scope=st.sampled_from(SCOPES))
     def list(self, gateway: int, scope: Scope) -> None:

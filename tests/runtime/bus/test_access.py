@@ -103,7 +103,7 @@ class Account:
 OF_GATEWAYS = (
     *(SUBJECTS.bookings("g"), SUBJECTS.queues("g"), SUBJECTS.peers("g")),
     *(f"$KV.{SUBJECTS.bucket('texts')}.a.b", f"$JS.API.STREAM.PURGE.KV_{SUBJECTS.bucket('texts')}"),
-    *(SUBJECTS.drain("w"), SUBJECTS.snapshot("w"), SUBJECTS.admin("w")),
+    SUBJECTS.host("w"),
 )
 OF_WORKERS = (SUBJECTS.events("w"), SUBJECTS.lease("w"))
 ELSEWHERE = (

@@ -22,7 +22,7 @@ mallee_output_tokens_total{gateway="g0"} 900.0
 """
 
 
-HEALTH = {"status": "ok", "gateway": "g0", "broker": "up", "workers": [{}, {}]}
+HEALTH = {"status": "ok", "gateway": "g0", "broker": "up", "store": "up", "workers": [{}, {}]}
 LIFE = {
     "object": "request.life",
     "prepare_s": 0.001,
