@@ -8,7 +8,6 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route, Router
@@ -18,6 +17,7 @@ from starlette.types import Scope as AsgiScope
 from mallee.api.answers import (
     CHAT,
     COMPLETION,
+    FORCED_CHAT,
 )
 from mallee.api.branches.budgets import Budgets
 from mallee.api.branches.handlers import BranchHandlers
@@ -131,7 +131,8 @@ class Api:
     async def chat(self, request: Request) -> Response:
         asked = await self._asking.read(request, ChatRequest)
         plan = await self._asking.make(request, asked, self._maker.chat)
-        return await self._server.answer(request, plan, CHAT)
+        is_forced = plan.reading is not None and plan.reading.is_forced
+        return await self._server.answer(request, plan, FORCED_CHAT if is_forced else CHAT)
 
     async def tokenize(self, request: Request) -> Response:
         return await self._tokens(request, TokenizeRequest, self._tokenizing.tokenize)
@@ -293,13 +294,15 @@ def build_api(
     )
     asking = Asking(entry.scopes, limits, max_model_len=window, pool=entry.pool)
     turns = TurnMaker(reader, chat_reader, maker)
+    responses = Responses(asking, server, turns, settings.responses, gateway.tasks)
+    threads = responses.conversations
     api = Api(
         server,
         maker,
         asking,
         tokenizing=Tokenizing(reader, chat_reader, tokenizer, window),
-        responses=Responses(asking, server, turns, settings.responses, gateway.tasks),
-        messages=MessagesHandlers(server, maker, asking, reader, chat_reader),
+        responses=responses,
+        messages=MessagesHandlers(server, maker, asking, reader, chat_reader, turns, threads),
         branches=BranchHandlers(gateway, maker, reader, asking),
         aliases=model.aliases,
         created=model.created,
@@ -325,6 +328,8 @@ def build_api(
     )
     app = App(routes, guarded, AnthropicErrors(guarded, new_id=draws.new_id))
     if limits.cors_origins:
+        from starlette.middleware.cors import CORSMiddleware  # most services have no use for it
+
         app.add_middleware(
             CORSMiddleware,
             allow_origins=limits.cors_origins,

@@ -77,6 +77,7 @@ class TextDelta(msgspec.Struct, frozen=True):
     calls: tuple[CallDelta, ...] = ()  # only the first can be of a call that began before the text
     completion_tokens: int = 0  # of the choice so far
     is_in_call: bool = False  # its tokens went into what may be a call
+    resampled: bool = False
     stop: str = ""  # the stop string that ended it
     injected: tuple[tuple[int, int], ...] = ()  # as `Delta.injected`
     ended_by: str = ""  # of its budget, or of the conditions that it was to stop by
@@ -440,6 +441,7 @@ class TextStream:
                 is_in_call=is_in_call,
                 stop=branch.stop if branch.is_cut else "",
                 injected=delta.injected,
+                resampled=delta.resampled,
                 ended_by=ended_by,
                 scored=scored,
                 tokens=delta.tokens,

@@ -242,7 +242,7 @@ class JobMaker:
         max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
         if not max_tokens and not request.echo:
             raise InvalidParameter(
-                "max_tokens", 0, "give 1 or more, or echo=true for the prompt alone"
+                "max_tokens", 0, "give at least 1, or echo=true for the prompt alone"
             )
         output = FREE_TEXT if options is _PLAIN else read_output_format(request)
         asked = _Asked(request, options, max_tokens or 1, output, scope, terms)

@@ -15,7 +15,7 @@ import typer
 
 from mallee.cli.options import JsonOption, require_serve_extra
 from mallee.cli.output import print_json
-from mallee.cli.settings import APP_PATH, S, parse_yaml, read_settings
+from mallee.cli.settings import APP_PATH, DEFAULT_MODEL, S, parse_yaml, read_settings
 from mallee.protocol.errors import ConfigError, MalleeError, nearest
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def find_faults(
         return _serve_faults(values)
     from mallee.runtime.config import AppConfig
 
-    config = _config(AppConfig, values, "", faults)
+    config = _config(AppConfig, {"model": DEFAULT_MODEL, **values}, "", faults)
     return faults, [Application("", config, {}, "")] if config else []
 
 
@@ -294,6 +294,7 @@ def _shared_fleets(applications: list[Application]) -> Iterator[str]:
 
 def notes(application: Application) -> Iterator[str]:
     """Remarks on what only the machines can tell."""
+    from mallee.actors.secret import secret_remark
     from mallee.gateway.access.access import LOOPBACK
 
     host = application.host
@@ -303,12 +304,15 @@ def notes(application: Application) -> Iterator[str]:
             f" gateways start only where {_KEY_VARIABLE} is in the environment of Ray's nodes"
         )
     config = application.config
-    if config.has_cuda and config.kv_nbytes is None and config.num_blocks is None:
+    if (remark := secret_remark(config)) is not None:
+        yield remark
+    has_cuda = config.has_cuda and not config.is_foreign
+    if has_cuda and config.kv_nbytes is None and config.num_blocks is None:
         yield (
             "engine.kv_gib and engine.kv_tokens are not given: each worker sizes KV by the memory that its"
             " GPU has free when it starts, and logs the sum"
         )
-    if config.has_cuda:
+    if has_cuda:
         from mallee.worker.model.installation import look, missing  # imports torch: seconds
 
         here = f"for engine.device={config.engine.device!r} this machine lacks something"

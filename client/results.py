@@ -43,7 +43,7 @@ class ToolCall:
 _AT_END: Final = (  # of a choice's `mallee`: what a branch has once it has ended
     *("worker", "capsule", "boundary", "kept", "cached_tokens", "prefill_tokens"),
     *("completion_tokens", "accepted_prediction_tokens", "rejected_prediction_tokens"),
-    "weight_version",
+    *("weight_version", "resampled"),
 )
 
 
@@ -72,6 +72,7 @@ class BranchEvent:
     ended_by: str | None = None  # of a budget or of conditions
     error: MalleeError | None = None
     weight_version: WeightVersions | None = None
+    resampled: bool | None = None  # its worker was lost, and it went on by other draws
     token_ids: Sequence[int] = ()  # as `BranchState`
     prompt_token_ids: Sequence[int] | None = None  # the first of its branch has them
 
@@ -114,6 +115,7 @@ class BranchState:
     score_error: str = ""
     completion_tokens: int | None = None
     weight_version: WeightVersions | None = None
+    resampled: bool | None = None  # its worker was lost, and it went on by other draws
     token_ids: list[int] = field(default_factory=list)
     prompt_token_ids: list[int] | None = None
     form: Any = field(default=None, compare=False)  # the Pydantic model of its `response_format`

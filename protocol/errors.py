@@ -10,6 +10,7 @@
     |  |- KVMemoryExceeded        it does not fit the KV memory of any worker that may take it
     |  |- QuotaTooSmall           it is more than its API key may ever have at once
     |  |- GrammarFailed           an answer can't go on under its grammar
+    |  |- NotSupported            no engine that may take it can do it
     |  |- CapsuleStale            it was made by weights that have been replaced            (409)
     |  |- CapsuleComputing        its prefill has not ended, and only forks can go ahead    (409)
     |  |- WeightsChanged          an answer can't go on: its weights have been replaced     (409)
@@ -281,6 +282,17 @@ class GrammarFailed(BadRequest):
             f"the answer can't go on under its grammar ({reason}); allow more, or make it simpler",
             param="grammar",
             reason=reason,
+        )
+
+
+class NotSupported(BadRequest):
+    """`capability`: the first of what the engines lack; a name of `protocol.capabilities`."""
+
+    code = "not_supported"
+
+    def __init__(self, capability: str, remedy: str) -> None:
+        super().__init__(
+            f"the engines of this service lack {capability!r}: {remedy}", capability=capability
         )
 
 

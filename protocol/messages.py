@@ -34,6 +34,10 @@ EndToken: TypeAlias = tuple[int, TokenLogprobs | None]
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_GRAMMAR_NBYTES = 64 << 10  # compiled in a tenth of a second
+JSON_ESCAPES: Final = 'nrbtf\\"'
+"""Behind a backslash in JSON under a grammar: each key and each text can be written in one way alone."""
+JSON_SPACE: Final = r" |\n {0,24}"
+"""Between the parts of a JSON text: models that may write any amount of it sometimes never end."""
 
 
 def pack_tokens(tokens: Sequence[int] | Tokens) -> bytes:
@@ -614,7 +618,8 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
     counts tokens that were drafted for the branch since its last update, and those of them that it drew; None
     if none were. `injected` is the `Inject` that `tokens` are of: they
     were not drawn, and have log-probability 0. `end_token` comes with finish "stop", unless a grammar's text
-    is complete; `prompt_logprobs` as `Generate` asks for them.
+    is complete; `prompt_logprobs` as `Generate` asks for them. `resampled`: the branch goes on from
+    tokens that it drew on another worker, on an engine whose draws are not those of an undisturbed answer.
     """
 
     request: str
@@ -634,6 +639,7 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
     injected: str = ""
     end_token: EndToken | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    resampled: bool = False
 
     @property
     def num_tokens(self) -> int:

@@ -105,26 +105,38 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def take(self, tokens: Sequence[int]) -> tuple[int, list[dict[str, Any]]]:
-        """The cached tokens of a prompt, which is cached from now on; and the events of that."""
-        size = self.block_size
+    def num_held(self, tokens: Sequence[int], salt: str = "") -> int:
+        """The cached tokens of a prompt; its last one is always computed."""
+        return min(self._held(self._names(tokens, salt)), max(0, len(tokens) - 1))
+
+    def _names(self, tokens: Sequence[int], salt: str) -> list[bytes]:
+        size, parent = self.block_size, salt.encode()
         names: list[bytes] = []
-        parent = b""
         for start in range(0, len(tokens) // size * size, size):
             parent = _name(parent, tokens[start : start + size])
             names.append(parent)
+        return names
+
+    def _held(self, names: Sequence[bytes]) -> int:
+        """Tokens in the leading blocks that are here."""
         held = 0
         while held < len(names) and names[held] in self._blocks:
             held += 1
+        return held * self.block_size
+
+    def take(self, tokens: Sequence[int], salt: str = "") -> tuple[int, list[dict[str, Any]]]:
+        """The cached tokens of a prompt, which is cached from now on; and the events of that."""
+        size, names = self.block_size, self._names(tokens, salt)
+        held = self._held(names) // size
         for name in reversed(names):  # the end of a prompt goes first
             self._blocks[name] = None
             self._blocks.move_to_end(name)
         events: list[dict[str, Any]] = []
         if held < len(names):
             before = names[held - 1] if held else None
-            events.append(
-                stored(names[held:], before, tokens[held * size : len(names) * size], size)
-            )
+            new = tokens[held * size : len(names) * size]
+            keys = {"extra_keys": [[salt], *[None] * (len(names) - 1)]} if salt and not held else {}
+            events.append(stored(names[held:], before, new, size, **keys))
         gone = []
         while len(self._blocks) > self.num_blocks:
             gone.append(self._blocks.popitem(last=False)[0])

@@ -38,6 +38,9 @@ class Asked(NamedTuple, Generic[R]):
     is_large: bool
 
 
+IGNORED: Final = "fields that this server does not know were ignored"
+
+
 class Asking:
     """Reads the requests of all routes. `pool` reads large ones, by default the loop's own."""
 
@@ -82,7 +85,7 @@ class Asking:
         is_strict = self._strict == "all" or (self._strict == "ours" and not kind.is_others)
         found = read(body, kind, is_strict=is_strict)
         if found.ignored:
-            warn_of(request, found.ignored, lambda name: meant(name, kind))
+            warn_of(request, IGNORED, found.ignored, lambda name: meant(name, kind))
         return found.body
 
     async def make(

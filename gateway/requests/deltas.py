@@ -40,6 +40,7 @@ class Delta(NamedTuple):
     prompt_logprobs: tuple[
         TokenLogprobs, ...
     ] = ()  # in the first of a branch, if they were requested
+    resampled: bool = False  # it went on elsewhere by other draws than an undisturbed answer's
 
     @classmethod
     def end(cls, branch: int, finish: FinishReason | None) -> "Delta":

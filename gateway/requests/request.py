@@ -239,6 +239,7 @@ class RunningRequest:
             injected=(((self.num_tokens(branch), len(update.tokens)),) if update.injected else ()),
             end_token=update.end_token,
             prompt_logprobs=update.prompt_logprobs,
+            resampled=update.resampled,
         )
         self._put(delta, now)
 

@@ -312,7 +312,10 @@ class InjectedAt(Body, frozen=True, kw_only=True):
 
 
 class ChoiceExtras(Body, frozen=True, kw_only=True):
-    """`mallee` of a finished choice. `capsule`: the state that it left behind, which can be forked."""
+    """`mallee` of a finished choice. `capsule`: the state that it left behind, which can be forked.
+
+    `resampled`: its worker was lost, and it went on by other draws than those of an undisturbed answer.
+    """
 
     worker: str | None
     capsule: str | None
@@ -327,6 +330,7 @@ class ChoiceExtras(Body, frozen=True, kw_only=True):
     cache: dict[str, Any] = OMITTED
     kept: Literal["kept", "refused"] = OMITTED
     injected: list[InjectedAt] = OMITTED
+    resampled: bool = OMITTED
     ended_by: Literal["tokens", "wall_s", "regex", "logprob", "done", "score"] = OMITTED
     score: float | None = OMITTED
     score_error: str = OMITTED

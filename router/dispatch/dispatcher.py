@@ -263,9 +263,15 @@ class Dispatcher:
         self._send(shard, Inject(name, shard.name, row, tokens, replaces))
 
     def prioritize(self, request: RequestId, branches: Iterable[int], priority: float) -> list[int]:
-        """Give branches that are not over another priority, wherever they run from now on; returns them."""
+        """Give branches that are not over another priority, wherever they run from now on; returns them.
+
+        Raises NotSupported.
+        """
         state = self._requests.get(request)
         concerned = [] if state is None else sorted(state.open.intersection(branches))
+        if state is not None:
+            for shard in state.shards.values():
+                self._router.check_able(shard.worker, "priorities")
         for branch in concerned:
             assert state is not None
             state.priorities[branch] = priority
@@ -475,6 +481,7 @@ class Dispatcher:
                 affinity=job.affinity,
                 source=source,
                 why=why,
+                among=self._router.able(job.needs),
             )
             self._check_linked([placement], state)
             state.num_shards += 1
@@ -515,6 +522,8 @@ class Dispatcher:
             affinity=job.affinity,
             source=source,
             why=why,
+            # The worker of a capsule refuses by itself what it can't do.
+            among=None if capsule is not None else self._router.able(job.needs),
         )
 
     def _check_linked(self, placements: Sequence[Placement], state: RequestState) -> None:

@@ -14,7 +14,7 @@ SGLang python/sglang/srt/disaggregation/kv_events.py, python/sglang/srt/mem_cach
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
@@ -189,8 +189,16 @@ class BlockNames:
     ranks have names and copies of their own; the pod holds what one of them holds.
     """
 
-    def __init__(self, block_size: int, *, max_blocks: int) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        *,
+        max_blocks: int,
+        salt_of: Callable[[str, str], str] = salt_of,
+    ) -> None:
+        """`salt_of` an adapter and a cache salt: that of our hashes."""
         self._block_size = block_size
+        self._salt_of = salt_of
         self.max_blocks = max_blocks
         self._blocks: dict[_Key, _Block] = {}  # held, the youngest last
         self._gone: dict[_Key, _Block] = {}  # not held any more
@@ -226,6 +234,14 @@ class BlockNames:
             self._holders.clear()
             return [Cleared()]
         return self._release([copy for key in held for copy in _places(self._blocks.pop(key))])
+
+    def holds(self, chain: int) -> bool:
+        """Whether a block is on the device."""
+        return (chain, 0) in self._holders
+
+    def held(self, tier: int) -> bytes:
+        """The hashes of the blocks in `tier`, as messages have them."""
+        return _packed([chain for chain, each in self._holders if each == tier])
 
     def contents(self) -> list[Event]:
         """All that the pod holds, as if it had just stored it."""
@@ -280,7 +296,7 @@ class BlockNames:
         if event.block_size != size or len(event.tokens) != size * len(event.hashes):
             return [], f"blocks of other than {size} tokens"
         if event.parent is None:
-            parent, salt = None, _first_salt(event)
+            parent, salt = None, self._salt_of(event.adapter, _cache_salt(event))
         else:
             block = self._find((rank, event.parent))
             if block is None:
@@ -343,13 +359,13 @@ def _packed(chains: list[int]) -> bytes:
     return b"".join(chain.to_bytes(8, "little") for chain in chains)
 
 
-def _first_salt(event: PodStored) -> str:
-    """The salt of a chain that begins with this event: its keys name the adapter, and the cache salt."""
+def _cache_salt(event: PodStored) -> str:
+    """The cache salt of a chain that begins with this event; its keys name that, and the adapter."""
     if event.salt is not None:
-        return salt_of(event.adapter, event.salt)
+        return event.salt
     keys = event.keys[0] if event.keys else ()
     salts = [key for key in keys if isinstance(key, str) and key != event.adapter]
-    return salt_of(event.adapter, salts[0] if len(salts) == 1 else "")
+    return salts[0] if len(salts) == 1 else ""
 
 
 def _num_plain(event: PodStored, salt: str) -> int:
@@ -365,9 +381,15 @@ def _num_plain(event: PodStored, salt: str) -> int:
 class PodContents:
     """One pod's blocks, from the messages of its engines to numbered events of ours for the router."""
 
-    def __init__(self, block_size: int, *, max_blocks: int) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        *,
+        max_blocks: int,
+        salt_of: Callable[[str, str], str] = salt_of,
+    ) -> None:
         self.orders: dict[int, EventOrder] = {}  # by the engine's rank
-        self.names = BlockNames(block_size, max_blocks=max_blocks)
+        self.names = BlockNames(block_size, max_blocks=max_blocks, salt_of=salt_of)
         self.incarnation = Incarnation(0)
         self.next_seq = 0  # of our events, in this life
         self.num_refused = 0  # messages that could not be read
