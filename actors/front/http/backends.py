@@ -34,28 +34,6 @@ class Taker(Protocol):
 class Backend(asyncio.Protocol):
     """One connection to a backend."""
 
-    __slots__ = (
-        "_answer",
-        "_ends",
-        "_head_nbytes",
-        "_is_head_in",
-        "_is_over",
-        "_keeps",
-        "_lines",
-        "_loop",
-        "_parser",
-        "_phrase",
-        "_pieces",
-        "_pool",
-        "_until_close",
-        "address",
-        "idle_since",
-        "is_fresh",
-        "is_paused",
-        "taker",
-        "transport",
-    )
-
     def __init__(self, pool: "Backends", address: str) -> None:
         self._pool = pool
         self.address = address

@@ -66,26 +66,6 @@ class Hub(Relay, Protocol):
 class ClientConnection(asyncio.Protocol):
     """One connection of a client."""
 
-    __slots__ = (
-        "_began",
-        "_deadline",
-        "_exchange",
-        "_head_nbytes",
-        "_hub",
-        "_is_closing",
-        "_is_held",
-        "_is_turning",
-        "_nbytes",
-        "_parser",
-        "_pieces",
-        "_queue",
-        "_request",
-        "_stage",
-        "_transport",
-        "is_paused",
-        "write",
-    )
-
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
         self._parser = httptools.HttpRequestParser(self)

@@ -50,8 +50,6 @@ _OF_PROMPTS: Final = frozenset(name.encode() for name in (*SESSION_HEADERS, *OBJ
 class Request:
     """One request of a client, whole when its exchange begins."""
 
-    __slots__ = ("body", "is_http10", "keeps", "lines", "method", "target")
-
     def __init__(self) -> None:
         self.method = b""
         self.target = b""
@@ -105,30 +103,6 @@ class Relay(Protocol):
 
 class Exchange:
     """One request under way. Ends with one call of the client's `refuse`, `finished` or `cut`, or with it."""
-
-    __slots__ = (
-        "_address",
-        "_backend",
-        "_has_begun",
-        "_head",
-        "_heard_at",
-        "_is_chunked",
-        "_is_framed",
-        "_is_over",
-        "_keeps",
-        "_message",
-        "_prompt",
-        "_reason",
-        "_relay",
-        "_tail",
-        "_touched_at",
-        "_tried",
-        "client",
-        "id",
-        "method",
-        "request",
-        "status",
-    )
 
     def __init__(self, relay: Relay, client: Client, request: Request, name: RequestId) -> None:
         self._relay = relay

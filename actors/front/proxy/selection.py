@@ -55,8 +55,6 @@ def booking(request_id: str) -> RequestId:
 class Selection(Exchange):
     """One decision. With a name its booking stays."""
 
-    __slots__ = ("_request_id",)
-
     def __init__(
         self,
         relay: Relay,
