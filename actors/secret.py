@@ -47,6 +47,16 @@ def file_of(config: AppConfig) -> Path | None:
     return folder and folder / "secret"
 
 
+def secret_remark(config: AppConfig) -> str | None:
+    """A word where what gateways store outlives the secret that its ids are tagged by."""
+    if config.nats_url is None or config.links.secret_file or file_of(config) is not None:
+        return None
+    return (
+        "nats_url without links.secret_file: ids are tagged by a secret that Ray alone keeps, so what is"
+        " stored at that NATS is unknown once Ray is started anew, and to other Ray clusters"
+    )
+
+
 def take_secret(
     config: AppConfig,
     store: "RayStore",
@@ -59,6 +69,8 @@ def take_secret(
 
     With a disk workers have it beside that, and gateways, whose node may have no such disk, come later.
     """
+    if not has_disk and (remark := secret_remark(config)) is not None:
+        log.warning(remark)
     if (given := config.links.secret_file) is not None:
         return read_secret(Path(given))
     file = file_of(config)

@@ -193,9 +193,16 @@ class ResponseFormat:
 
     has_own_prompts = True  # each choice
 
-    def __init__(self, answer: type[WholeBody], chunk_object: str) -> None:
+    def __init__(
+        self, answer: type[WholeBody], chunk_object: str, call_finish: str = "tool_calls"
+    ) -> None:
+        """`call_finish`: the reason of an answer with calls that came to its end."""
         self.answer = answer
         self.chunk_object = chunk_object
+        self._call_finish = call_finish
+
+    def finish(self, reason: str | None, *, has_calls: bool) -> str | None:
+        return self._call_finish if has_calls and reason == "stop" else reason
 
     def begin_whole(
         self, plan: Plan, token_bytes: TokenBytes | None, *, names_workers: bool
@@ -304,10 +311,8 @@ COMPLETION = ResponseFormat(Completion, "text_completion")
 FORK = ResponseFormat(Fork, "capsule.fork.chunk")
 RESTORE = ResponseFormat(Restore, "capsule.restore.chunk")
 CHAT = ChatFormat(Chat, "chat.completion.chunk")
-
-
-def _finish(reason: str | None, *, has_calls: bool) -> str | None:
-    return "tool_calls" if has_calls and reason == "stop" else reason
+FORCED_CHAT = ChatFormat(Chat, "chat.completion.chunk", call_finish="stop")
+"""Of a request that names the function to call, as OpenAI's: it knows already that the answer is a call."""
 
 
 class _Written:
@@ -435,7 +440,7 @@ class WholeAnswer:
                 calls,
                 index=i,
                 logprobs=None if self._token_bytes is None else self._logprobs[i].body(),
-                finish_reason=_finish(last.finish, has_calls=bool(calls)),
+                finish_reason=self._format.finish(last.finish, has_calls=bool(calls)),
                 mallee=extras(last, injected, names_workers=self._names_workers),
                 **more,
             )
@@ -508,7 +513,7 @@ class ChunkWriter:
         known = OMITTED
         if finish is not None:
             known = extras(delta, delta.injected, names_workers=self._names_workers)
-            finish = _finish(finish, has_calls=delta.index in self._called)
+            finish = self._format.finish(finish, has_calls=delta.index in self._called)
         elif delta.injected:
             known = InjectedExtras(injected=_injected(delta.injected))
         plan, more = self._plan, NOTHING

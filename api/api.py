@@ -8,7 +8,6 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route, Router
@@ -18,6 +17,7 @@ from starlette.types import Scope as AsgiScope
 from mallee.api.answers import (
     CHAT,
     COMPLETION,
+    FORCED_CHAT,
 )
 from mallee.api.branches.budgets import Budgets
 from mallee.api.branches.handlers import BranchHandlers
@@ -60,6 +60,7 @@ from mallee.gateway.access.access import Access
 from mallee.gateway.access.quotas import Shared
 from mallee.gateway.access.scopes import Scopes
 from mallee.gateway.gateway import Gateway
+from mallee.gateway.store.leases import Lessee
 from mallee.protocol.api.generate import (
     ChatRequest,
     CompletionRequest,
@@ -131,7 +132,8 @@ class Api:
     async def chat(self, request: Request) -> Response:
         asked = await self._asking.read(request, ChatRequest)
         plan = await self._asking.make(request, asked, self._maker.chat)
-        return await self._server.answer(request, plan, CHAT)
+        is_forced = plan.reading is not None and plan.reading.is_forced
+        return await self._server.answer(request, plan, FORCED_CHAT if is_forced else CHAT)
 
     async def tokenize(self, request: Request) -> Response:
         return await self._tokens(request, TokenizeRequest, self._tokenizing.tokenize)
@@ -265,6 +267,12 @@ def build_api(
         limits=limits,
         draw_seed=draws.seed,
     )
+    lessee = Lessee(
+        context.gateway,
+        others=lambda: None if gateway.peers.is_alone else gateway.peers.others,
+        is_gone=gateway.peers.is_gone,
+        new_key=lambda: f"{draws.seed():016x}",
+    )
     server = Server(
         gateway=gateway,
         tokenizer=tokenizer,
@@ -273,8 +281,7 @@ def build_api(
         new_id=draws.new_id,
         budgets=Budgets(
             gateway.store,
-            gateway=context.gateway,
-            others=lambda: gateway.peers.others,
+            lessee,
             clock=context.wall_clock,
             new_key=lambda: f"{draws.seed():016x}",
         ),
@@ -284,22 +291,18 @@ def build_api(
             count=context.metrics.called_back,
         ),
     )
-    entry.access.shared = Shared(
-        gateway.store,
-        gateway=context.gateway,
-        others=lambda: None if gateway.peers.is_alone else gateway.peers.others,
-        clock=context.wall_clock,
-        new_key=lambda: f"{draws.seed():016x}",
-    )
+    entry.access.shared = Shared(gateway.store, lessee, clock=context.wall_clock)
     asking = Asking(entry.scopes, limits, max_model_len=window, pool=entry.pool)
     turns = TurnMaker(reader, chat_reader, maker)
+    responses = Responses(asking, server, turns, settings.responses, gateway.tasks)
+    threads = responses.conversations
     api = Api(
         server,
         maker,
         asking,
         tokenizing=Tokenizing(reader, chat_reader, tokenizer, window),
-        responses=Responses(asking, server, turns, settings.responses, gateway.tasks),
-        messages=MessagesHandlers(server, maker, asking, reader, chat_reader),
+        responses=responses,
+        messages=MessagesHandlers(server, maker, asking, reader, chat_reader, turns, threads),
         branches=BranchHandlers(gateway, maker, reader, asking),
         aliases=model.aliases,
         created=model.created,
@@ -325,6 +328,8 @@ def build_api(
     )
     app = App(routes, guarded, AnthropicErrors(guarded, new_id=draws.new_id))
     if limits.cors_origins:
+        from starlette.middleware.cors import CORSMiddleware  # most services have no use for it
+
         app.add_middleware(
             CORSMiddleware,
             allow_origins=limits.cors_origins,

@@ -242,7 +242,7 @@ class JobMaker:
         max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
         if not max_tokens and not request.echo:
             raise InvalidParameter(
-                "max_tokens", 0, "give 1 or more, or echo=true for the prompt alone"
+                "max_tokens", 0, "give at least 1, or echo=true for the prompt alone"
             )
         output = FREE_TEXT if options is _PLAIN else read_output_format(request)
         asked = _Asked(request, options, max_tokens or 1, output, scope, terms)
@@ -279,8 +279,7 @@ class JobMaker:
         options = self._options(request, request.n, scope)
         max_tokens = request.max_completion_tokens or request.max_tokens
         begun = 0 if start is None else start.num_tokens
-        room = max(self._spec.max_model_len - begun - len(chat.prompt), 1)
-        default = min(self._chat.settings.max_tokens or room, room)
+        default = self._chat_tokens(begun + len(chat.prompt))
         if ends := self._chat.stop_token_ids:
             ids = [*request.stop_token_ids, *(() if request.ignore_eos else ends)]
             request = msgspec.structs.replace(request, stop_token_ids=ids)
@@ -368,10 +367,14 @@ class JobMaker:
         num = len(entries) if request.n is None else request.n
         self._check_branches(param, num, 1)
         options = self._options(request, num, scope)
-        max_tokens = request.max_tokens or DEFAULT_MAX_TOKENS
         suffixes = [self._reader.suffix(s, f"{param}[{i}]", scope) for i, s in enumerate(entries)]
         suffixes = suffixes or [as_tokens(())] * num
         boundary = _checked_at("at", request.at, capsule)
+        is_chat = any(isinstance(each, dict) for each in entries)
+        default = (
+            self._chat_tokens(boundary + max(map(len, suffixes))) if is_chat else DEFAULT_MAX_TOKENS
+        )
+        max_tokens = request.max_tokens or default
         output = FREE_TEXT if options is _PLAIN else read_output_format(request)
         asked = _Asked(request, options, max_tokens, output, scope, terms)
         return self._fork(asked, capsule.capsule, suffixes, boundary, request.at)
@@ -634,6 +637,11 @@ class JobMaker:
                 "ttl_s", asked, f"no capsule is kept for ever here; give up to {most:g} seconds"
             )
         return _within("ttl_s", asked, 0.0, most or 1e9)
+
+    def _chat_tokens(self, prompt_tokens: int) -> int:
+        """The limit of a chat's answer that names none: the setting's, as far as the window has room."""
+        room = max(self._spec.max_model_len - prompt_tokens, 1)
+        return min(self._chat.settings.max_tokens or room, room)
 
     def _check_fits(self, prompt_tokens: int, max_tokens: int) -> None:
         if prompt_tokens + max_tokens > self._spec.max_model_len:

@@ -6,7 +6,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from mallee.client.errors import ApiError, NoCapsule, StreamBroken, from_body
+from mallee.client.errors import ApiError, NoCapsule, NotParsed, StreamBroken, from_body
 from mallee.client.sse import DONE
 from mallee.protocol.api.shared import WeightVersions
 from mallee.protocol.errors import MalleeError
@@ -118,6 +118,7 @@ class BranchState:
     resampled: bool | None = None  # its worker was lost, and it went on by other draws
     token_ids: list[int] = field(default_factory=list)
     prompt_token_ids: list[int] | None = None
+    form: Any = field(default=None, compare=False)  # the Pydantic model of its `response_format`
 
     @property
     def token_logprobs(self) -> list[float]:
@@ -125,6 +126,19 @@ class BranchState:
         if "content" in self.logprobs:
             return [entry["logprob"] for entry in self.logprobs["content"]]
         return self.logprobs.get("token_logprobs", [])
+
+    @property
+    def parsed(self) -> Any:
+        """Its text as a value of the Pydantic model that was its `response_format`. Raises NotParsed."""
+        if self.form is None:
+            raise NotParsed(self.index, "its response_format was no Pydantic model; give one")
+        if self.finish_reason != "stop":
+            ended = f"it ended with {self.finish_reason!r}" if self.finish_reason else "it runs"
+            raise NotParsed(self.index, f"{ended}; wait for it, and give max_tokens enough for it")
+        try:
+            return self.form.model_validate_json(self.text)
+        except ValueError as error:
+            raise NotParsed(self.index, str(error)) from error
 
     def take(self, event: BranchEvent, elapsed_ms: float) -> None:
         """Add one event that arrived `elapsed_ms` after the request was sent."""

@@ -77,7 +77,7 @@ may carry and only the HTTP API interprets.
 
 import math
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Final
 
 MAX_SHOWN: Final = 80  # characters of a client's value in a message
@@ -102,6 +102,14 @@ def shown(value: object) -> str:
     """`value` as Python writes it, the beginning of long ones: in short time, however long it is."""
     text = _shown.repr(value)
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
+
+
+def nearest(name: str, known: Iterable[str], otherwise: str = "", prefix: str = "") -> str:
+    """The end of a sentence that refuses `name`: the one of `known` that was meant, if one is near."""
+    from difflib import get_close_matches
+
+    found = get_close_matches(name[:MAX_SHOWN], [*known], 1)
+    return f"the nearest is `{prefix}{found[0]}`" if found else otherwise
 
 
 class MalleeError(Exception):

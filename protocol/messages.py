@@ -34,6 +34,10 @@ EndToken: TypeAlias = tuple[int, TokenLogprobs | None]
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_GRAMMAR_NBYTES = 64 << 10  # compiled in a tenth of a second
+JSON_ESCAPES: Final = 'nrbtf\\"'
+"""Behind a backslash in JSON under a grammar: each key and each text can be written in one way alone."""
+JSON_SPACE: Final = r" |\n {0,24}"
+"""Between the parts of a JSON text: models that may write any amount of it sometimes never end."""
 
 
 def pack_tokens(tokens: Sequence[int] | Tokens) -> bytes:

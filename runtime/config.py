@@ -6,7 +6,6 @@ One model, in sections. `docs/configure.md` is written from it (`mallee settings
 import os
 import re
 from collections.abc import Iterator
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
 from urllib.parse import urlsplit
@@ -22,7 +21,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema
 
-from mallee.protocol.errors import ConfigError
+from mallee.protocol.errors import ConfigError, nearest
 
 DEFAULT_KV_GIB = 1.0
 DEFAULT_MOCK_KV_TOKENS = 262_144
@@ -887,6 +886,6 @@ def _unknown(path: str, schema: type[Settings]) -> str:
         )
     known = (inside[prefix] if prefix else schema).model_fields
     near = [f"{each}.{name}" for each, section in inside.items() if name in section.model_fields]
-    near += [f"{prefix}{dot}{each}" for each in get_close_matches(name, known, 1)]
-    hint = f"the nearest is `{near[0]}`" if near else f"there are {', '.join(known)}"
+    otherwise = f"there are {', '.join(known)}"
+    hint = f"the nearest is `{near[0]}`" if near else nearest(name, known, otherwise, prefix + dot)
     return f"`{path}` is no setting; {hint}"

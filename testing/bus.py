@@ -8,6 +8,7 @@ from mallee.protocol.errors import StoreFull
 from mallee.runtime.bus.buckets import Buckets, BucketSpec, Stored
 from mallee.runtime.bus.bus import Handler, OnMessage, OnState, Signals
 
+ANSWER_S: Final = 2.0  # in which a broker answers, or is taken not to
 MAX_LINE: Final = 3800  # bytes of a key, so that a line has less than 4 KiB
 
 
@@ -128,6 +129,7 @@ class KeptValues:
         self.is_full = False
         self.loses_answers = False
         """Whether writes are carried out, and nobody hears of it."""
+        self.late_s = 0.0  # by which every answer is
         self.news = asyncio.Event()  # replaced at each put
         self._times: dict[int, float] = {}  # of puts, by revision
 
@@ -172,7 +174,9 @@ class LocalBuckets:
 
     async def get(self, bucket: BucketSpec, key: str) -> Stored | None:
         assert len(key) < MAX_LINE, "a broker leaves a client that sends such a line"
-        return (await self._values(bucket)).get(key)
+        found = (await self._values(bucket)).get(key)
+        await self._answer()
+        return found
 
     async def put(
         self, bucket: BucketSpec, key: str, value: bytes, revision: int | None = None
@@ -183,21 +187,26 @@ class LocalBuckets:
         if revision is not None and revision != (before.revision if before is not None else 0):
             return None
         made = self._kept.put(bucket, key, value, asyncio.get_running_loop().time())
-        self._check_answer()
+        await self._answer(is_lost=self._kept.loses_answers)
         return made
 
-    def _check_answer(self) -> None:
-        if self._kept.loses_answers:
+    async def _answer(self, *, is_lost: bool = False) -> None:
+        if self._kept.late_s:
+            await asyncio.sleep(min(self._kept.late_s, ANSWER_S))
+        if is_lost or self._kept.late_s > ANSWER_S:
             raise TimeoutError("no answer came")
 
     async def delete(self, bucket: BucketSpec, key: str) -> None:
         values = await self._values(bucket)
         for each in [each for each in values if _is_at(each, key)]:
             self._kept.delete(bucket, each)
-        self._check_answer()
+        await self._answer(is_lost=self._kept.loses_answers)
 
     async def keys(self, bucket: BucketSpec, prefix: str) -> list[str]:
-        return [key for key in await self._values(bucket) if key != prefix and _is_at(key, prefix)]
+        values = await self._values(bucket)
+        found = [key for key in values if key != prefix and _is_at(key, prefix)]
+        await self._answer()
+        return found
 
     async def follow(
         self, bucket: BucketSpec, prefix: str

@@ -6,7 +6,7 @@ from functools import cache
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
-from mallee.api.chat.forms import answer_form, read_choice
+from mallee.api.chat.forms import answer_form, read_choice, thought_form
 from mallee.api.grammars import FORM_FIELDS, FREE_TEXT, OutputFormat, read_output_format
 from mallee.api.prompts import PromptReader, RenderedPrompt
 from mallee.api.text.answers import THINKING, Reading, Thinking, thinking_of
@@ -143,11 +143,11 @@ class ChatReader:
             return Chat(prompt.tokens, messages, output, None)
         choice = read_choice(request.tool_choice, tuple(conversation.functions))
         form = None if choice.mode == "none" else self._form(source)
-        if output.grammar is not None:
-            thinking = None  # the form begins with the answer's first token
         is_open = thinking is not None and thinking.is_open_in(prompt.end)
+        may_think = thinking if thinking and not thinking.is_closed_in(prompt.end) else None
+        if form is None and may_think is not None and output.grammar is not None:
+            output = thought_form(output, self._added_tokens, may_think, is_open=is_open)
         if form is not None:
-            may_think = thinking if thinking and not thinking.is_closed_in(prompt.end) else None
             output = answer_form(
                 form,
                 choice,
@@ -159,7 +159,8 @@ class ChatReader:
             )
         reading = None
         if form is not None or thinking is not None:
-            reading = Reading(thinking, is_open, form, choice.functions if form else {})
+            functions = choice.functions if form else {}
+            reading = Reading(thinking, is_open, form, functions, is_forced=choice.is_named)
         bound = None
         if thinking is not None and request.thinking_token_budget is not None:
             bound = self._bound(request.thinking_token_budget, thinking, is_open=is_open)

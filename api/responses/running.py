@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from array import array
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any
 
 from mallee.api.answers import UsageCounter
@@ -13,7 +13,9 @@ from mallee.api.responses.store import Left, Record, State
 from mallee.api.responses.turns import PlannedTurn
 from mallee.api.responses.writing import Writer, ending
 from mallee.api.serve import LOGPROBS_COST, TURN_TOKENS, Named, Server
-from mallee.gateway.access.quotas import Visit
+from mallee.api.text.conversation import Message
+from mallee.gateway.access.visits import Visit
+from mallee.gateway.gateway import Gateway
 from mallee.gateway.requests.deltas import Delta
 from mallee.gateway.requests.lives import BranchLife
 from mallee.gateway.requests.observers import Observer
@@ -24,6 +26,7 @@ from mallee.protocol.errors import (
     NotFound,
     PeerSilent,
     StoreAway,
+    Unavailable,
 )
 from mallee.protocol.ids import Scope
 from mallee.protocol.messages import pack_tokens
@@ -199,15 +202,32 @@ class Run:
         return self.writer.fail(error, self._usage)
 
     def _left(self, last: TextDelta) -> State:
-        """The conversation up to the answer, and its capsule."""
-        planned, left = self._planned, None
-        prompt_tokens = planned.plan.prompt_tokens
-        num_drawn = last.boundary - prompt_tokens
-        if last.capsule is not None and 0 <= num_drawn <= len(self._drawn.tokens):
-            left = Left(
-                last.capsule,
-                prompt_tokens,
-                pack_tokens(self._drawn.tokens[:num_drawn]),
-                *(planned.asked or (prompt_tokens, len(planned.turns) - 1)),
-            )
-        return State.of(planned.head, (*planned.turns, self.writer.answer()), left)
+        return state_after(self._planned, self.writer.answer(), self._drawn, last)
+
+
+def state_after(
+    planned: PlannedTurn, answer: Sequence[Message], drawn: DrawnTokens, last: TextDelta
+) -> State:
+    """The conversation up to the answer, and its capsule."""
+    left, prompt_tokens = None, planned.plan.prompt_tokens
+    num_drawn = last.boundary - prompt_tokens
+    if last.capsule is not None and 0 <= num_drawn <= len(drawn.tokens):
+        left = Left(
+            last.capsule,
+            prompt_tokens,
+            pack_tokens(drawn.tokens[:num_drawn]),
+            *(planned.asked or (prompt_tokens, len(planned.turns) - 1)),
+        )
+    return State.of(planned.head, (*planned.turns, tuple(answer)), left)
+
+
+async def has_capsule_after(gateway: Gateway, state: State, scope: Scope) -> bool:
+    """Whether the capsule after an answer can be forked here, of these weights."""
+    left = state.left
+    if left is None:
+        return False
+    try:
+        info = await gateway.capsules.show(left.capsule, scope)
+    except (NotFound, Unavailable):  # the whole conversation is here
+        return False
+    return not info.is_stale and info.boundary == left.num_tokens

@@ -16,6 +16,7 @@ class Proxy:
 
     def __init__(self, place: Place, target: Place) -> None:
         self.delay_s = 0.0
+        self.nbytes: dict[Direction, int] = {"up": 0, "down": 0}  # that came
         self._place = place
         self._target = target
         self._is_cut = False
@@ -87,6 +88,7 @@ class Proxy:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, direction: Direction
     ) -> None:
         while data := await reader.read(CHUNK):
+            self.nbytes[direction] += len(data)
             if self.delay_s:
                 await asyncio.sleep(self.delay_s)
             await self._open[direction].wait()

@@ -159,7 +159,10 @@ class Dispatcher:
             has_room=lambda: router.has_room,
             clock=clock,
             recheck_s=config.recheck_s,
+            outbox=router.outbox,
         )
+        self.room = self._waiting.elsewhere  # told of the other gateways
+        self._claims = self.room.claims  # mostly none
         self._tickets = self._waiting.queue.tickets  # mostly none
         self._suspects = Suspects(config.patience_s)
         self._quarantine = Quarantine(can_convict=config.can_convict)
@@ -364,7 +367,8 @@ class Dispatcher:
     def _admit(self, dispatch: Dispatch) -> None:
         """Place it now, or let it wait. Raises MalleeError; then nothing of it is booked or waits."""
         is_held = not self._resolve(dispatch)
-        is_next = not self._tickets or dispatch.is_moved or self._waiting.is_free(dispatch.lane)
+        is_next = not (self._tickets or self._claims) or dispatch.is_moved
+        is_next = is_next or self._waiting.is_free(dispatch.lane)
         if is_next and not is_held:
             try:
                 self._place(dispatch, True)
@@ -845,6 +849,10 @@ class Dispatcher:
             self._waiting.wake_all()
         else:
             self._waiting.wake(worker)
+
+    def on_heard(self) -> None:
+        """Other gateways said what they booked and freed: try what waits, if it has the turn."""
+        self._waiting.on_heard()
 
     def on_lost(self, worker: WorkerId, reason: str, *, is_death: bool = True) -> None:
         """Nothing more comes from `worker`: what ran there goes on elsewhere.

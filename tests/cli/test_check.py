@@ -202,6 +202,33 @@ def test_what_the_file_cannot_tell_is_a_note(check: Any) -> None:
         assert (sized in check(content).output) == is_sized
 
 
+@pytest.mark.parametrize(
+    ("more", "is_noted"),
+    [
+        ({}, True),
+        ({"links": {"secret_file": "/s"}}, False),
+        ({"engine": {"disk_path": "/d", "disk_gib": 1}}, False),
+        ({"nats_url": None}, False),
+    ],
+)
+def test_a_store_that_outlives_its_secret_is_noted(
+    check: Any, more: dict[str, Any], is_noted: bool
+) -> None:
+    """X28, part: ids of what lies in a NATS of one's own are unknown to the next Ray."""
+    args = {"nats_url": "nats://a:4222", **more}
+    told = check(serve_yaml(args=args))
+    assert told.status == 0
+    assert ("nats_url without links.secret_file" in told.output) == is_noted
+
+
+def test_a_file_of_settings_needs_no_model_as_serve_has_a_default(check: Any) -> None:
+    assert check({"workers": 2}).status == 0
+    assert check({"workers": 2, "model": ""}).status == 1
+    content = serve_yaml()
+    del content["applications"][0]["args"]["model"]
+    assert check(content).status == 1, "Ray Serve has none"
+
+
 def test_a_manifest_of_kuberay_is_checked_by_its_serve_config(check: Any) -> None:
     text = yaml.safe_dump(serve_yaml(deployments=[{"name": "Workers"}]))
     manifest = {"kind": "RayService", "spec": {"serveConfigV2": text}}

@@ -16,7 +16,6 @@ from mallee.router.config import RouterConfig
 from mallee.router.dispatch.jobs import PrefillJob, QueueTerms
 from mallee.testing.bus import LocalBus, LocalHub
 from support.plain_ids import SCOPES
-from support.waiting import elapse
 
 SCOPE = Scope("a")
 Release = Callable[[CapsuleId, Scope], Awaitable[None]]
@@ -26,9 +25,9 @@ class SessionGateway:
     """One gateway: what runs of its sessions, and the capsules that they had released."""
 
     def __init__(self, name: str, hub: LocalHub, clock: Callable[[], float], **more: Any) -> None:
-        """`more`: `others`, `limits`, `release`."""
+        """`more`: `others`, `limits`, `release`, `bus` in place of one of the hub."""
         self.name = name
-        self.bus = LocalBus(hub)
+        self.bus = more.get("bus") or LocalBus(hub)
         self.running: set[RequestId] = set()
         self.released: list[CapsuleId] = []
         others = more.get("others", lambda: ())
@@ -63,8 +62,8 @@ class SessionGateway:
 
     async def quiet(self) -> None:
         """Return once all is stored, and read, that can be."""
-        while self.store.is_up and (self.sessions.tasks._tasks or self.store.num_waiting):
-            await elapse(0.1)
+        while self.store.is_up and (self.sessions.tasks._tasks or self.store.num_waiting):  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
         assert self.sessions.tasks.failure is None
         assert self.store.tasks.failure is None
         self.sessions.trees.check()
