@@ -121,11 +121,7 @@ def build_application(config: AppConfig) -> Application:
     broker = None if config.nats_url is not None else Broker.bind(config)
     workers = Worker.options(
         **_number_of_workers(config),
-        ray_actor_options={
-            "num_cpus": config.ray.worker_cpus,
-            "num_gpus": config.worker_gpus,
-            "resources": dict(config.ray.worker_resources),
-        },
+        **_room_of_worker(config),
         # New workers start before old ones stop, but GPUs are seldom spare.
         max_surge_percent=0 if config.worker_gpus else _SURGE_PERCENT,
         graceful_shutdown_timeout_s=config.drain_s + _STOP_S,
@@ -136,6 +132,23 @@ def build_application(config: AppConfig) -> Application:
         graceful_shutdown_timeout_s=config.drain_s + _STOP_S,
     ).bind(config, workers, broker)
     return gateway
+
+
+def _room_of_worker(config: AppConfig) -> dict[str, Any]:
+    """The resources of a worker; vLLM's Ray executor takes the bundles of its placement group."""
+    actor: dict[str, Any] = {
+        "num_cpus": config.ray.worker_cpus,
+        "num_gpus": config.worker_gpus,
+        "resources": dict(config.ray.worker_resources),
+    }
+    if not (bundles := config.worker_bundles):
+        return {"ray_actor_options": actor}
+    actor["num_gpus"] = 0.0  # they are its engine's processes'
+    return {
+        "ray_actor_options": actor,
+        "placement_group_bundles": bundles,
+        "placement_group_strategy": "PACK",  # side by side, where they fit
+    }
 
 
 def _number_of_workers(config: AppConfig) -> dict[str, Any]:
@@ -367,6 +380,19 @@ async def _build_workers(
             node=node,
             own_ip=_own_ip(),
             past=Incarnation(claim.life * _LIVES_OF_PROCESS),
+        )
+    if config.is_foreign:
+        from mallee.actors.foreign.build import build_foreign_worker  # an extra
+
+        return await build_foreign_worker(
+            config,
+            WorkerId(f"w{claim.number}"),
+            Incarnation(claim.life),
+            broker=broker,
+            secret=secret,
+            node=node,
+            own_ip=_own_ip(),
+            device=", ".join(f"GPU {gpu}" for gpu in cluster.own_gpus()),
         )
     return await build_worker(
         config,

@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -109,6 +110,14 @@ def check_files(config: AppConfig) -> None:
 
 def check_model(config: AppConfig) -> None:
     """Raises MalleeError if the model's files are not there or can't be read."""
+    if config.is_foreign:  # it knows more models than we do
+        if find_spec("vllm") is None:
+            raise ConfigError(
+                "engine.kind='vllm' needs vllm, which is not installed: run"
+                " `pip install 'mallee[serve,vllm]'`"
+            )
+        resolve(config.model)
+        return
     from mallee.worker.model.loading.config_json import read_config
 
     read_config(resolve(config.model))
@@ -478,7 +487,13 @@ def build_api(
     )
     return api.build_api(
         gateway,
-        api.ServedModel(served_name(config), tokenizer, template, created=int(time.time())),
+        api.ServedModel(
+            served_name(config),
+            tokenizer,
+            template,
+            created=int(time.time()),
+            aliases=config.served_names,
+        ),
         api.Entry(access, scopes, pool),
         api.ApiSettings(config.http, chats, config.responses),
         api.Draws(lambda: uuid.uuid4().hex, lambda: secrets.randbits(64)),

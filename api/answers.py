@@ -1,8 +1,10 @@
 """OpenAI's JSON bodies. One response format per endpoint; the text comes as deltas."""
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Final, Literal
 
 import msgspec
@@ -17,7 +19,7 @@ from mallee.api.deltas import (
     text_logprobs,
 )
 from mallee.api.errors import AnswerTooLarge, error_fields
-from mallee.api.jobs import Plan
+from mallee.api.jobs import MAX_CHANCES, Plan, ids
 from mallee.api.sse import COMMENT, DONE, event
 from mallee.api.text.conversation import ToolCall
 from mallee.gateway.capsules.capsules import CapsuleInfo
@@ -54,9 +56,6 @@ from mallee.protocol.api.shared import (
 )
 from mallee.protocol.errors import MalleeError
 from mallee.protocol.ids import CapsuleId
-
-MAX_CHANCES: Final = 1 << 19
-"""Log-probabilities of an answer that is sent in one body: tens of megabytes until it is sent."""
 
 
 def usage_body(
@@ -165,6 +164,7 @@ def extras(
         cache=OMITTED if delta.verdict is None else verdict_body(delta.verdict),
         kept=delta.kept or OMITTED,
         injected=_injected(injected) if injected else OMITTED,
+        resampled=delta.resampled or OMITTED,
         ended_by=ended_by,
         score=score,
         score_error=score_error,
@@ -174,6 +174,9 @@ def extras(
 
 def _injected(injected: Sequence[tuple[int, int]]) -> list[InjectedAt]:
     return [InjectedAt(at=at, tokens=num) for at, num in injected]
+
+
+NOTHING: Final[dict[str, Any]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,15 +191,24 @@ class Envelope:
 class ResponseFormat:
     """Writes completions and forks, whose choices have a `text`; `answer` is the type of a whole one."""
 
-    def __init__(self, answer: type[WholeBody], chunk_object: str) -> None:
+    has_own_prompts = True  # each choice
+
+    def __init__(
+        self, answer: type[WholeBody], chunk_object: str, call_finish: str = "tool_calls"
+    ) -> None:
+        """`call_finish`: the reason of an answer with calls that came to its end."""
         self.answer = answer
         self.chunk_object = chunk_object
+        self._call_finish = call_finish
+
+    def finish(self, reason: str | None, *, has_calls: bool) -> str | None:
+        return self._call_finish if has_calls and reason == "stop" else reason
 
     def begin_whole(
         self, plan: Plan, token_bytes: TokenBytes | None, *, names_workers: bool
     ) -> "WholeAnswer":
         """For a `Server`."""
-        return WholeAnswer(self, plan.num_choices, token_bytes, names_workers=names_workers)
+        return WholeAnswer(self, plan, token_bytes, names_workers=names_workers)
 
     def begin_stream(
         self,
@@ -210,7 +222,7 @@ class ResponseFormat:
         return ChunkWriter(
             self,
             envelope,
-            with_usage=plan.include_usage,
+            plan,
             token_bytes=token_bytes,
             names_workers=names_workers,
         )
@@ -226,14 +238,26 @@ class ResponseFormat:
         return ChunkChoice(text=delta.text, **shared)
 
     def logprobs(
-        self, chances: Sequence[TokenChance], token_bytes: TokenBytes, offset: int
+        self, chances: Sequence[TokenChance], token_bytes: TokenBytes, num_chars: int
     ) -> dict[str, Any]:
-        """The field of that name, for tokens that begin `offset` characters into the text."""
-        return text_logprobs(chances, token_bytes, offset)
+        """The field of that name, where `num_chars` of the text have been written."""
+        return text_logprobs(chances, token_bytes, num_chars)
+
+    def prompt_ids(self, plan: Plan) -> list[int]:
+        """The tokens before the answers that are a field of the whole body; OMITTED: none are."""
+        return OMITTED if plan.prefix is None else ids(plan.prefix)
+
+    def own_prompt_ids(self, plan: Plan, index: int) -> dict[str, list[int]]:
+        """Those that are fields of a choice."""
+        if plan.prefix is not None:
+            return {"suffix_token_ids": plan.suffix_ids(index)}
+        return {"prompt_token_ids": plan.prompt_ids(index // plan.branches)}
 
 
 class ChatFormat(ResponseFormat):
     """Chat: `message`, or `delta` whose first one names the role."""
+
+    has_own_prompts = False
 
     def whole(
         self, text: str, reasoning: str, calls: Sequence[ToolCall], **shared: Any
@@ -261,9 +285,15 @@ class ChatFormat(ResponseFormat):
         return ChunkChoice(delta=message, **shared)
 
     def logprobs(
-        self, chances: Sequence[TokenChance], token_bytes: TokenBytes, offset: int
+        self, chances: Sequence[TokenChance], token_bytes: TokenBytes, num_chars: int
     ) -> dict[str, Any]:
         return chat_logprobs(chances, token_bytes)
+
+    def prompt_ids(self, plan: Plan) -> list[int]:
+        return plan.prompt_ids(0)
+
+    def own_prompt_ids(self, plan: Plan, index: int) -> dict[str, list[int]]:
+        return {}
 
 
 def _call(call: ToolCall, index: int = OMITTED) -> Call:
@@ -281,26 +311,25 @@ COMPLETION = ResponseFormat(Completion, "text_completion")
 FORK = ResponseFormat(Fork, "capsule.fork.chunk")
 RESTORE = ResponseFormat(Restore, "capsule.restore.chunk")
 CHAT = ChatFormat(Chat, "chat.completion.chunk")
-
-
-def _finish(reason: str | None, *, has_calls: bool) -> str | None:
-    return "tool_calls" if has_calls and reason == "stop" else reason
+FORCED_CHAT = ChatFormat(Chat, "chat.completion.chunk", call_finish="stop")
+"""Of a request that names the function to call, as OpenAI's: it knows already that the answer is a call."""
 
 
 class _Written:
     """The `logprobs` of a choice, its lists in JSON as they come: all at once stops the loop for long."""
 
-    __slots__ = ("_fields", "_num_chars")
+    __slots__ = ("_fields", "_num_chars", "_owed")
 
     def __init__(self) -> None:
         self._fields: dict[str, Any] = {}  # a list's as the JSON of its parts, without brackets
         self._num_chars = 0
+        self._owed: list[TokenChance] = []
 
-    def add(
-        self, chances: Sequence[TokenChance], written: ResponseFormat, token_bytes: TokenBytes
-    ) -> None:
+    def add(self, delta: TextDelta, written: ResponseFormat, token_bytes: TokenBytes) -> None:
+        self._num_chars += len(delta.text)
+        self._owed += delta.chances
+        chances, self._owed = _placed(self._owed, self._num_chars, delta)
         part = written.logprobs(chances, token_bytes, self._num_chars)
-        self._num_chars += sum(map(len, part.get("tokens", ())))
         for name, value in part.items():
             if not isinstance(value, list):
                 self._fields[name] = value
@@ -315,6 +344,19 @@ class _Written:
             name: _json_list(value) if isinstance(value, list) else value
             for name, value in self._fields.items()
         }
+
+
+def _placed(
+    owed: list[TokenChance], num_chars: int, delta: TextDelta
+) -> tuple[list[TokenChance], list[TokenChance]]:
+    """Those of tokens whose place is in the text so far, or all at its end; and the others.
+
+    A stop string may still take away the text of the others.
+    """
+    if delta.finish is not None or not owed or owed[-1].offset <= num_chars:
+        return owed, []
+    num = bisect_right(owed, num_chars, key=attrgetter("offset"))
+    return owed[:num], owed[num:]
 
 
 def _json_list(parts: list[bytes]) -> msgspec.Raw:
@@ -332,14 +374,14 @@ class WholeAnswer:
     """
 
     __slots__ = (
-        *("_calls", "_format", "_injected", "_last", "_logprobs", "_names_workers", "_num_chances"),
-        *("_num_choices", "_reasoning", "_texts", "_token_bytes"),
+        *("_calls", "_format", "_ids", "_injected", "_last", "_logprobs", "_names_workers"),
+        *("_num_chances", "_plan", "_prompts", "_reasoning", "_texts", "_token_bytes"),
     )
 
     def __init__(
         self,
         response_format: ResponseFormat,
-        num_choices: int,
+        plan: Plan,
         token_bytes: TokenBytes | None,
         *,
         names_workers: bool,
@@ -347,7 +389,9 @@ class WholeAnswer:
         self._names_workers = names_workers
         self._format = response_format
         self._token_bytes = token_bytes
-        self._num_choices = num_choices
+        self._plan = plan
+        self._ids = defaultdict[int, list[int]](list)
+        self._prompts: dict[int, list[Any]] = {}
         self._texts = defaultdict[int, list[str]](list)
         self._reasoning = defaultdict[int, list[str]](list)
         self._calls = defaultdict[int, WholeCalls](WholeCalls)
@@ -369,14 +413,25 @@ class WholeAnswer:
             self._num_chances += sum(1 + len(chance.top) for chance in delta.chances)
             if self._num_chances > MAX_CHANCES:
                 raise AnswerTooLarge(self._num_chances, MAX_CHANCES)
-            self._logprobs[delta.index].add(delta.chances, self._format, self._token_bytes)
+            self._logprobs[delta.index].add(delta, self._format, self._token_bytes)
+        if self._plan.returns_ids:
+            self._ids[delta.index] += delta.tokens
+        if delta.prompt_logprobs is not None:
+            self._prompts[delta.index] = delta.prompt_logprobs
         if delta.finish is not None:
             self._last[delta.index] = delta
 
     def choices(self) -> Iterator[AnyChoice]:
         """Every choice must be finished."""
-        assert len(self._last) == self._num_choices, "a choice is unfinished"
-        for i in range(self._num_choices):
+        plan = self._plan
+        assert len(self._last) == plan.num_choices, "a choice is unfinished"
+        for i in range(plan.num_choices):
+            more: dict[str, Any] = {}
+            if plan.returns_ids:
+                own = self._format.own_prompt_ids(plan, i)
+                more = {"token_ids": self._ids[i], **own}
+            if i in self._prompts and self._format.has_own_prompts:
+                more["prompt_logprobs"] = self._prompts[i]
             calls = self._calls[i].found() if i in self._calls else ()
             last, injected = self._last[i], self._injected.get(i, ())
             yield self._format.whole(
@@ -385,17 +440,24 @@ class WholeAnswer:
                 calls,
                 index=i,
                 logprobs=None if self._token_bytes is None else self._logprobs[i].body(),
-                finish_reason=_finish(last.finish, has_calls=bool(calls)),
+                finish_reason=self._format.finish(last.finish, has_calls=bool(calls)),
                 mallee=extras(last, injected, names_workers=self._names_workers),
+                **more,
             )
 
     def body(self, envelope: Envelope, choices: list[AnyChoice], usage: UsageCounter) -> WholeBody:
+        more: dict[str, Any] = {}
+        if self._plan.returns_ids:
+            more["prompt_token_ids"] = self._format.prompt_ids(self._plan)
+        if self._prompts and not self._format.has_own_prompts:
+            more["prompt_logprobs"] = next(iter(self._prompts.values()))  # of one prompt
         return self._format.answer(
             id=envelope.id,
             created=envelope.created,
             model=envelope.model,
             choices=choices,
             usage=usage.body(),
+            **more,
         )
 
 
@@ -409,38 +471,41 @@ class ChunkWriter:
 
     idle: Final = COMMENT
     __slots__ = (
-        *("_called", "_envelope", "_format", "_names_workers", "_offsets", "_owed", "_started"),
-        *("_token_bytes", "_with_usage"),
+        *("_called", "_envelope", "_format", "_names_workers", "_num_chars", "_owed", "_owed_ids"),
+        *("_plan", "_started", "_token_bytes"),
     )
 
     def __init__(
         self,
         response_format: ResponseFormat,
         envelope: Envelope,
+        plan: Plan,
         *,
-        with_usage: bool,
         token_bytes: TokenBytes | None,
         names_workers: bool,
     ) -> None:
         self._names_workers = names_workers
         self._format = response_format
         self._envelope = envelope
-        self._with_usage = with_usage
+        self._plan = plan
         self._token_bytes = token_bytes
         self._started: set[int] = set()
         self._called: set[int] = set()  # choices with calls
         self._owed: dict[int, list[TokenChance]] = {}
-        self._offsets: dict[int, int] = {}  # characters of the text so far, by choice
+        self._owed_ids: dict[int, list[int]] = {}
+        self._num_chars: dict[int, int] = {}  # of the text so far, by choice
 
     def events(self, delta: TextDelta, usage: UsageCounter) -> bytes:
         """None of a delta that shows nothing: no text, no token of a call, and not the last of its choice."""
         if self._token_bytes is not None:
             self._owed.setdefault(delta.index, []).extend(delta.chances)
+        if self._plan.returns_ids:
+            self._owed_ids.setdefault(delta.index, []).extend(delta.tokens)
         is_shown = delta.text or delta.reasoning or delta.calls or delta.injected
         is_sign_of_life = delta.is_in_call and delta.num_tokens
         if not (is_shown or is_sign_of_life) and delta.finish is None:
             return b""
-        is_first = delta.index not in self._started
+        is_first, opens = delta.index not in self._started, not self._started
         self._started.add(delta.index)
         if delta.calls:
             self._called.add(delta.index)
@@ -448,24 +513,38 @@ class ChunkWriter:
         known = OMITTED
         if finish is not None:
             known = extras(delta, delta.injected, names_workers=self._names_workers)
-            finish = _finish(finish, has_calls=delta.index in self._called)
+            finish = self._format.finish(finish, has_calls=delta.index in self._called)
         elif delta.injected:
             known = InjectedExtras(injected=_injected(delta.injected))
+        plan, more = self._plan, NOTHING
+        num_ids, logprobs = None, None
+        if self._token_bytes is not None:
+            num_ids, logprobs = self._logprobs(delta, self._token_bytes)
+        if plan.returns_ids:
+            more = self._taken_ids(delta, num_ids)
+            if is_first:
+                more |= self._format.own_prompt_ids(plan, delta.index)
         choice = self._format.part(
             delta,
             is_first=is_first,
             index=delta.index,
-            logprobs=None
-            if self._token_bytes is None
-            else self._logprobs(delta, self._token_bytes),
+            logprobs=logprobs,
             finish_reason=finish,
             mallee=known,
+            **more,
         )
-        return event(self._body([choice], None if self._with_usage else OMITTED))
+        shown: Any = OMITTED
+        if plan.include_usage:
+            shown = usage.body() if plan.continuous_usage else None
+        prompt = self._format.prompt_ids(plan) if opens and plan.returns_ids else OMITTED
+        return event(self._body([choice], shown, prompt))
 
-    def _body(self, choices: list[ChunkChoice], usage: UsageBody | None) -> Chunk:
+    def _body(
+        self, choices: list[ChunkChoice], usage: UsageBody | None, prompt: list[int] = OMITTED
+    ) -> Chunk:
         envelope = self._envelope
         return Chunk(
+            prompt_token_ids=prompt,
             id=envelope.id,
             object=self._format.chunk_object,
             created=envelope.created,
@@ -474,15 +553,22 @@ class ChunkWriter:
             usage=usage,
         )
 
-    def _logprobs(self, delta: TextDelta, token_bytes: TokenBytes) -> dict[str, Any]:
-        offset = self._offsets.get(delta.index, 0)
-        self._offsets[delta.index] = offset + len(delta.text)
-        owed = self._owed.pop(delta.index, [])
-        return self._format.logprobs(owed, token_bytes, offset)
+    def _logprobs(self, delta: TextDelta, token_bytes: TokenBytes) -> tuple[int, dict[str, Any]]:
+        """Those that go out with a delta, and how many they are."""
+        index = delta.index
+        num_chars = self._num_chars[index] = self._num_chars.get(index, 0) + len(delta.text)
+        chances, self._owed[index] = _placed(self._owed[index], num_chars, delta)
+        return len(chances), self._format.logprobs(chances, token_bytes, num_chars)
+
+    def _taken_ids(self, delta: TextDelta, num: int | None) -> dict[str, Any]:
+        """The ids that go out with a delta: as many as log-probabilities, if those were requested."""
+        owed = self._owed_ids[delta.index]
+        self._owed_ids[delta.index] = [] if num is None else owed[num:]
+        return {"token_ids": owed[:num]}
 
     def end(self, usage: UsageCounter) -> bytes:
         """The mark of the end, and before it, if it was asked for, the usage of the whole request."""
-        if not self._with_usage:
+        if not self._plan.include_usage:
             return DONE
         return event(self._body([], usage.body())) + DONE
 

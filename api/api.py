@@ -17,6 +17,7 @@ from starlette.types import Scope as AsgiScope
 from mallee.api.answers import (
     CHAT,
     COMPLETION,
+    FORCED_CHAT,
 )
 from mallee.api.branches.budgets import Budgets
 from mallee.api.branches.handlers import BranchHandlers
@@ -59,6 +60,7 @@ from mallee.gateway.access.access import Access
 from mallee.gateway.access.quotas import Shared
 from mallee.gateway.access.scopes import Scopes
 from mallee.gateway.gateway import Gateway
+from mallee.gateway.store.leases import Lessee
 from mallee.protocol.api.generate import (
     ChatRequest,
     CompletionRequest,
@@ -95,6 +97,7 @@ class Api:
         responses: Responses,
         messages: MessagesHandlers,
         branches: BranchHandlers,
+        aliases: Sequence[str],
         created: int,
         draw_seed: Callable[[], int],
     ) -> None:
@@ -115,11 +118,11 @@ class Api:
         self._gateway = server.gateway
         self._maker = maker
         self._asking = asking
-        self._model = Model(
-            id=server.model_name,
-            created=created,
-            max_model_len=server.gateway.context.model.max_model_len,
-        )
+        max_len = server.gateway.context.model.max_model_len
+        self._models = {
+            name: Model(id=name, created=created, max_model_len=max_len)
+            for name in (server.model_name, *aliases)
+        }
 
     async def completions(self, request: Request) -> Response:
         asked = await self._asking.read(request, CompletionRequest)
@@ -129,7 +132,8 @@ class Api:
     async def chat(self, request: Request) -> Response:
         asked = await self._asking.read(request, ChatRequest)
         plan = await self._asking.make(request, asked, self._maker.chat)
-        return await self._server.answer(request, plan, CHAT)
+        is_forced = plan.reading is not None and plan.reading.is_forced
+        return await self._server.answer(request, plan, FORCED_CHAT if is_forced else CHAT)
 
     async def tokenize(self, request: Request) -> Response:
         return await self._tokens(request, TokenizeRequest, self._tokenizing.tokenize)
@@ -162,12 +166,13 @@ class Api:
 
     async def models(self, _: Request) -> Response:
         self._check_served()
-        return json_response(ModelList(data=[self._model]))
+        return json_response(ModelList(data=[*self._models.values()]))
 
     async def model(self, request: Request) -> Response:
-        self._maker.check_model(request.path_params["model"])
+        name = request.path_params["model"]
+        self._maker.check_model(name)
         self._check_served()
-        return json_response(self._model)
+        return json_response(self._models[name])
 
     def _check_served(self) -> None:
         """Raises NoWorker: clients that wait for a model to be listed send requests next."""
@@ -209,12 +214,13 @@ def _page_bytes() -> bytes:
 
 
 class ServedModel(NamedTuple):
-    """The model as clients know it; `created` is in seconds since the epoch."""
+    """The model as clients know it, also by its `aliases`; `created` is in seconds since the epoch."""
 
     name: str
     tokenizer: Tokenizer
     template: ChatTemplate
     created: int
+    aliases: tuple[str, ...] = ()
 
 
 class Entry(NamedTuple):
@@ -257,8 +263,15 @@ def build_api(
         reader,
         chat_reader,
         model_name=model.name,
+        aliases=model.aliases,
         limits=limits,
         draw_seed=draws.seed,
+    )
+    lessee = Lessee(
+        context.gateway,
+        others=lambda: None if gateway.peers.is_alone else gateway.peers.others,
+        is_gone=gateway.peers.is_gone,
+        new_key=lambda: f"{draws.seed():016x}",
     )
     server = Server(
         gateway=gateway,
@@ -268,8 +281,7 @@ def build_api(
         new_id=draws.new_id,
         budgets=Budgets(
             gateway.store,
-            gateway=context.gateway,
-            others=lambda: gateway.peers.others,
+            lessee,
             clock=context.wall_clock,
             new_key=lambda: f"{draws.seed():016x}",
         ),
@@ -279,23 +291,20 @@ def build_api(
             count=context.metrics.called_back,
         ),
     )
-    entry.access.shared = Shared(
-        gateway.store,
-        gateway=context.gateway,
-        others=lambda: None if gateway.peers.is_alone else gateway.peers.others,
-        clock=context.wall_clock,
-        new_key=lambda: f"{draws.seed():016x}",
-    )
+    entry.access.shared = Shared(gateway.store, lessee, clock=context.wall_clock)
     asking = Asking(entry.scopes, limits, max_model_len=window, pool=entry.pool)
     turns = TurnMaker(reader, chat_reader, maker)
+    responses = Responses(asking, server, turns, settings.responses, gateway.tasks)
+    threads = responses.conversations
     api = Api(
         server,
         maker,
         asking,
         tokenizing=Tokenizing(reader, chat_reader, tokenizer, window),
-        responses=Responses(asking, server, turns, settings.responses, gateway.tasks),
-        messages=MessagesHandlers(server, maker, asking, reader, chat_reader),
+        responses=responses,
+        messages=MessagesHandlers(server, maker, asking, reader, chat_reader, turns, threads),
         branches=BranchHandlers(gateway, maker, reader, asking),
+        aliases=model.aliases,
         created=model.created,
         draw_seed=draws.seed,
     )
@@ -317,7 +326,18 @@ def build_api(
         new_id=draws.new_id,
         count_answer=context.metrics.answered,
     )
-    return App(routes, guarded, AnthropicErrors(guarded, new_id=draws.new_id))
+    app = App(routes, guarded, AnthropicErrors(guarded, new_id=draws.new_id))
+    if limits.cors_origins:
+        from starlette.middleware.cors import CORSMiddleware  # most services have no use for it
+
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=limits.cors_origins,
+            allow_methods=("*",),
+            allow_headers=("*",),
+            expose_headers=("*",),
+        )
+    return app
 
 
 class App(Starlette):

@@ -14,14 +14,14 @@ from mallee.api.branches.watch import Watch
 from mallee.api.jobs import Plan
 from mallee.api.text.conversation import ToolCall
 from mallee.api.text.cuts import TokenCut, find_cut
-from mallee.api.text.tokenizer import StopMatcher, Tokenizer
+from mallee.api.text.tokenizer import Detokenizer, StopMatcher, Tokenizer
 from mallee.api.text.tools.source import Call
 from mallee.gateway.requests.deltas import Delta
 from mallee.gateway.requests.request import RunningRequest
 from mallee.protocol.errors import InternalError, MalleeError
 from mallee.protocol.hashing import as_tokens
 from mallee.protocol.ids import CapsuleId, WorkerId
-from mallee.protocol.messages import FinishReason, Kept, Retained
+from mallee.protocol.messages import FinishReason, Kept, Retained, TokenLogprobs
 from mallee.router.dispatch.verdicts import Verdict
 
 LOWEST: Final = -9999.0  # JSON has no minus infinity
@@ -41,11 +41,15 @@ class CallDelta(NamedTuple):
 
 
 class TokenChance(NamedTuple):
-    """A drawn token, its log-probability, and those of the likeliest in its place."""
+    """A token, its log-probability (None: a prompt's first), and those of the likeliest in its place.
+
+    `offset`: the characters of the text before the one that it is of, if they are counted.
+    """
 
     token: int
-    logprob: float
+    logprob: float | None
     top: tuple[tuple[int, float], ...]
+    offset: int = 0
 
 
 class TextDelta(msgspec.Struct, frozen=True):
@@ -73,10 +77,13 @@ class TextDelta(msgspec.Struct, frozen=True):
     calls: tuple[CallDelta, ...] = ()  # only the first can be of a call that began before the text
     completion_tokens: int = 0  # of the choice so far
     is_in_call: bool = False  # its tokens went into what may be a call
+    resampled: bool = False
     stop: str = ""  # the stop string that ended it
     injected: tuple[tuple[int, int], ...] = ()  # as `Delta.injected`
     ended_by: str = ""  # of its budget, or of the conditions that it was to stop by
     scored: Scored | None = None  # at the end, if a verifier scores its request's branches
+    tokens: tuple[int, ...] = ()  # as `chances`; where ids are returned with the one that ended it
+    prompt_logprobs: list[Any] | None = None  # in the first of a choice, if they were requested
 
 
 class BranchText:
@@ -161,6 +168,10 @@ class BranchText:
             shown.append(new)
         return self.is_cut
 
+    def begin(self, prompt: Sequence[int]) -> str:
+        """The text of a prompt that the answer goes on in, before anything is pushed."""
+        return self._detokenizer.push(prompt)
+
     @property
     def stop(self) -> str:
         """The stop string that was found."""
@@ -176,6 +187,21 @@ class BranchText:
             shown=self._shown,
             scope=scope,
         )
+
+
+class TextOffsets:
+    """Places of tokens in the text of one branch: each where the character begins that it is of."""
+
+    __slots__ = ("_detokenizer", "_num_chars")
+
+    def __init__(self, detokenizer: Detokenizer) -> None:
+        self._detokenizer = detokenizer
+        self._num_chars = 0
+
+    def next(self, token: int) -> int:
+        before = self._num_chars
+        self._num_chars += len(self._detokenizer.push((token,)))
+        return before
 
 
 class TextStream:
@@ -213,6 +239,10 @@ class TextStream:
         self._texts = [BranchText(tokenizer, plan) for _ in range(num)]
         reading = plan.reading
         self._parsers = [reading.parser() for _ in self._texts] if reading is not None else []
+        self._offsets = (
+            [TextOffsets(tokenizer.detokenizer()) for _ in self._texts] if plan.has_offsets else []
+        )
+        self._unbegun = set(range(num)) if plan.shows_prompt else set()
         self._num_calls = [0] * num
         self._num_open = num
         self._num_failed = 0
@@ -339,10 +369,14 @@ class TextStream:
     def _add(self, job: int, index: int, delta: Delta) -> None:
         stream, branch, watch = self.streams[job], self._texts[index], self._watch
         before = branch.num_tokens
+        begun = self._begin(job, index, delta) if index in self._unbegun else None
         text, finish = branch.push(delta)
         num_tokens = branch.num_tokens
         if num_tokens - before < len(delta.tokens):
             delta = delta.first(num_tokens - before, before)
+        num_new = len(delta.tokens)
+        if self._plan.returns_ids and finish == "stop" and not branch.is_cut:
+            delta = delta.with_end()
         is_last, reasoning, is_in_call = finish is not None, "", False
         calls: tuple[CallDelta, ...] = ()
         if self._parsers:
@@ -365,6 +399,15 @@ class TextStream:
         scored = None
         if watch is not None:
             scored = watch.score(index, text, reasoning, num_tokens=num_tokens, is_last=is_last)
+        chances = self._chances(index, delta) if delta.logprobs else ()
+        if self._plan.hides_reasoning:
+            reasoning = ""
+        if self._plan.hides_answer and finish != "error":
+            text, num_new, num_tokens, chances = "", 0, 0, ()
+            finish, capsule, boundary = "length" if finish == "stop" else finish, None, 0
+            delta = delta._replace(tokens=())
+        if begun is not None:
+            text, chances = begun.text + text, (*begun.chances, *chances)
         if finish == "error":
             self._num_failed += 1
             error = delta.error or InternalError(f"branch {delta.branch} failed")
@@ -378,7 +421,7 @@ class TextStream:
             TextDelta(
                 index=index,
                 text=text,
-                num_tokens=len(delta.tokens),
+                num_tokens=num_new,
                 finish=finish,
                 worker=delta.worker or stream.worker,
                 cached_tokens=delta.cached_tokens,
@@ -388,7 +431,7 @@ class TextStream:
                 weights=delta.weights,
                 retained=delta.retained,
                 verdict=delta.verdict if self._diagnoses else None,
-                chances=_chances(delta) if delta.logprobs else (),
+                chances=chances,
                 boundary=boundary,
                 kept=delta.kept,
                 drafts=branch.drafts,
@@ -398,10 +441,39 @@ class TextStream:
                 is_in_call=is_in_call,
                 stop=branch.stop if branch.is_cut else "",
                 injected=delta.injected,
+                resampled=delta.resampled,
                 ended_by=ended_by,
                 scored=scored,
+                tokens=delta.tokens,
+                prompt_logprobs=None if begun is None else begun.logprobs,
             )
         )
+
+    def _begin(self, job: int, index: int, delta: Delta) -> "_Begun | None":
+        """The prompt of a choice as its answer shows it, with its first delta; None: it ended before."""
+        plan, token_bytes = self._plan, self._tokenizer.token_bytes
+        tokens, reports = plan.prompt_ids(job), delta.prompt_logprobs
+        wants_reports = plan.num_prompt_logprobs >= 0 or plan.logprobs
+        if delta.finish == "error" or (wants_reports and len(reports) != len(tokens) - 1):
+            return None
+        self._unbegun.remove(index)
+        shown = None
+        if plan.num_prompt_logprobs >= 0:
+            shown = prompt_logprobs(tokens, reports, token_bytes, plan.num_prompt_logprobs)
+        if not plan.echo:
+            return _Begun("", (), shown)
+        chances: list[TokenChance] = []
+        if plan.logprobs:
+            place = self._offsets[index].next
+            chances.append(TokenChance(tokens[0], None, (), place(tokens[0])))
+            for token, (logprob, top) in zip(tokens[1:], reports, strict=True):
+                chances.append(TokenChance(token, logprob, top, place(token)))
+        return _Begun(self._texts[index].begin(tokens), tuple(chances), shown)
+
+    def _chances(self, index: int, delta: Delta) -> tuple[TokenChance, ...]:
+        place = self._offsets[index].next if self._offsets else _no_place
+        pairs = zip(delta.tokens, delta.logprobs, strict=True)
+        return tuple(TokenChance(token, *report, place(token)) for token, report in pairs)
 
     def _named(self, index: int, call: Call) -> CallDelta:
         """A part of the choice's last call, or of its next one, with an id that no other has."""
@@ -440,9 +512,16 @@ class TextStream:
         return capsule, at if capsule is not None else 0
 
 
-def _chances(delta: Delta) -> tuple[TokenChance, ...]:
-    pairs = zip(delta.tokens, delta.logprobs, strict=True)
-    return tuple(TokenChance(token, logprob, top) for token, (logprob, top) in pairs)
+class _Begun(NamedTuple):
+    """The part of a choice that is its prompt's: with `echo` text and `logprobs`, and `prompt_logprobs`."""
+
+    text: str
+    chances: tuple[TokenChance, ...]
+    logprobs: list[Any] | None
+
+
+def _no_place(token: int) -> int:
+    return 0
 
 
 class _Merged:
@@ -519,9 +598,9 @@ class WholeCalls:
 def chat_logprobs(chances: Sequence[TokenChance], token_bytes: TokenBytes) -> dict[str, Any]:
     """`logprobs` of a chat choice."""
 
-    def entry(token: int, logprob: float) -> dict[str, Any]:
+    def entry(token: int, logprob: float | None) -> dict[str, Any]:
         raw = token_bytes(token)
-        return {"token": _text(raw), "logprob": max(logprob, LOWEST), "bytes": list(raw)}
+        return {"token": _text(raw), "logprob": finite(logprob), "bytes": list(raw)}
 
     content = [
         {
@@ -534,32 +613,69 @@ def chat_logprobs(chances: Sequence[TokenChance], token_bytes: TokenBytes) -> di
 
 
 def text_logprobs(
-    chances: Sequence[TokenChance], token_bytes: TokenBytes, offset: int
+    chances: Sequence[TokenChance], token_bytes: TokenBytes, num_chars: int
 ) -> dict[str, Any]:
-    """`logprobs` of a completion choice whose first token stands `offset` characters into its text.
+    """`logprobs` of a completion choice, of whose text `num_chars` were written.
 
-    The drawn token is among `top_logprobs` even if it is none of the likeliest.
+    The drawn token is among `top_logprobs` even if it is none of the likeliest. Parts of characters are
+    written as OpenAI does, `bytes:\\xe6`, so that each stays apart. Tokens of a stop string that is no part
+    of the text stand at its end.
     """
-    tokens = [_text(token_bytes(chance.token)) for chance in chances]
-    offsets = []
-    for text in tokens:
-        offsets.append(offset)
-        offset += len(text)
     return {
-        "text_offset": offsets,
-        "token_logprobs": [max(chance.logprob, LOWEST) for chance in chances],
-        "tokens": tokens,
+        "text_offset": [min(chance.offset, num_chars) for chance in chances],
+        "token_logprobs": [finite(chance.logprob) for chance in chances],
+        "tokens": [_exact(token_bytes(chance.token)) for chance in chances],
         "top_logprobs": [_top(chance, token_bytes) for chance in chances],
     }
 
 
-def _top(chance: TokenChance, token_bytes: TokenBytes) -> dict[str, float]:
+def _top(chance: TokenChance, token_bytes: TokenBytes) -> dict[str, float] | None:
+    if chance.logprob is None:
+        return None
     top: dict[str, float] = {}
     for token, logprob in (*chance.top, (chance.token, chance.logprob)):
-        # Two tokens may be written alike (parts of characters): the likelier stands for both.
-        top.setdefault(_text(token_bytes(token)), max(logprob, LOWEST))
+        # Two tokens may be written alike: the likelier stands for both.
+        top.setdefault(_exact(token_bytes(token)), max(logprob, LOWEST))
     return top
+
+
+def prompt_logprobs(
+    tokens: Sequence[int], reports: Sequence[TokenLogprobs], token_bytes: TokenBytes, num_top: int
+) -> list[Any]:
+    """vLLM's field: of each token but the first those of the likeliest, and its own, by token id.
+
+    A token that is none of those that were reported has no `rank`.
+    """
+    found: list[Any] = [None]
+    for token, (own, top) in zip(tokens[1:], reports, strict=True):
+        place: dict[str, Any] = {}
+        for rank, (other, logprob) in enumerate(top, 1):
+            if rank <= num_top or other == token:
+                place[str(other)] = _ranked(other, logprob, rank, token_bytes)
+        if str(token) not in place:
+            place[str(token)] = _ranked(token, own, None, token_bytes)
+        found.append(place)
+    return found
+
+
+def _ranked(
+    token: int, logprob: float, rank: int | None, token_bytes: TokenBytes
+) -> dict[str, Any]:
+    text = _text(token_bytes(token))
+    return {"logprob": max(logprob, LOWEST), "rank": rank, "decoded_token": text}
+
+
+def finite(logprob: float | None) -> float | None:
+    """A log-probability as JSON can have it."""
+    return None if logprob is None else max(logprob, LOWEST)
 
 
 def _text(raw: bytes) -> str:
     return raw.decode(errors="replace")
+
+
+def _exact(raw: bytes) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)

@@ -4,16 +4,21 @@ import json
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
+from mallee.api.schemas import enforceable
 from mallee.protocol.api.generate import ForkRequest, SamplingFields
 from mallee.protocol.errors import InvalidParameter, MalleeError
 from mallee.protocol.messages import Grammar
 
 
 class OutputFormat(NamedTuple):
-    """The grammar of a request's answers, and the field that names it."""
+    """The grammar of a request's answers, and the field that names it.
+
+    `freed`: places in the schemas of tools that can't be held to, so that their arguments are free.
+    """
 
     grammar: Grammar | None = None
     param: str = ""
+    freed: tuple[str, ...] = ()
 
     def checked(self) -> "OutputFormat":
         """Itself, if its grammar is not too long. Raises InvalidParameter."""
@@ -78,7 +83,7 @@ def _response_format(value: Any, param: str) -> Grammar | None:
                 raise InvalidParameter(
                     f"{param}.json_schema", described, 'give {"name": ..., "schema": {...}}'
                 )
-            return _schema(schema, f"{param}.json_schema.schema")
+            return json_schema(schema, f"{param}.json_schema.schema")
     raise InvalidParameter(param, value, "give a type of text, json_object or json_schema")
 
 
@@ -95,12 +100,16 @@ def _structured_outputs(value: Any, param: str) -> Grammar | None:
     return _STRUCTURES[key](given[key], f"{param}.{key}")
 
 
-def _schema(value: Any, param: str) -> Grammar:
+def json_schema(value: Any, param: str) -> Grammar:
+    """The grammar of a schema, or of its text. Raises InvalidParameter naming the place in it."""
     if isinstance(value, str):
-        return Grammar("json_schema", value)
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise InvalidParameter(param, value, f"it is no JSON: {error}") from error
     if not isinstance(value, dict | bool):
         raise InvalidParameter(param, value, "give a JSON schema")
-    return Grammar("json_schema", json.dumps(value))
+    return Grammar("json_schema", json.dumps(enforceable(value, param)))
 
 
 def _regex(value: Any, param: str) -> Grammar:
@@ -130,7 +139,7 @@ def _string(value: Any, param: str) -> str:
 
 
 _STRUCTURES: Final[dict[str, Callable[[Any, str], Grammar]]] = {
-    "json": _schema,
+    "json": json_schema,
     "regex": _regex,
     "choice": _choice,
     "grammar": _lark,
@@ -139,7 +148,7 @@ _STRUCTURES: Final[dict[str, Callable[[Any, str], Grammar]]] = {
 _READERS: Final[dict[str, Callable[[Any, str], Grammar | None]]] = {
     "response_format": _response_format,
     "structured_outputs": _structured_outputs,
-    "guided_json": _schema,
+    "guided_json": json_schema,
     "guided_regex": _regex,
     "guided_choice": _choice,
     "guided_grammar": _lark,

@@ -59,12 +59,22 @@ from mallee.router.dispatch.jobs import (
     Messages,
     PrefillJob,
     QueueTerms,
+    TokenText,
 )
 from mallee.runtime.config import HttpSettings
 
 MAX_STOP_CHARS: Final = 4096  # of all stop strings together
 DEFAULT_MAX_TOKENS: Final = 16
+MAX_CHANCES: Final = 1 << 19
+"""Log-probabilities of an answer that is sent in one body: tens of megabytes until it is sent."""
+MAX_PROMPT_CHANCES: Final = 1 << 16  # of one prompt: a frame of a worker, and a megabyte or two
 LOWER_TIERS: Final = {"host": 1, "disk": 2}
+
+
+def ids(tokens: TokenText) -> list[int]:
+    """The token ids of a text."""
+    found: list[int] = unpack_tokens(tokens.tobytes()).tolist()
+    return found
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -86,6 +96,38 @@ class Plan(msgspec.Struct, frozen=True):
     reading: Reading | None = None  # of reasoning and calls in the text, if there may be any
     budget: Budget | None = None
     conditions: Conditions | None = None  # that end branches before their limits
+    model: str = ""  # as the request names it
+    continuous_usage: bool = False
+    returns_ids: bool = False
+    prefix: Tokens | None = None  # of the capsule that is gone on from, if ids are returned
+    has_offsets: bool = False  # log-probabilities say where in the text their tokens are
+    echo: bool = False  # the text begins with the prompt
+    hides_answer: bool = False
+    hides_reasoning: bool = False
+    num_prompt_logprobs: int = -1  # of the likeliest in each place of the prompt; -1: no report
+
+    @property
+    def shows_prompt(self) -> bool:
+        """Whether the first delta of a choice has anything of its prompt."""
+        return self.echo or self.num_prompt_logprobs >= 0
+
+    def prompt_ids(self, job: int) -> list[int]:
+        """The tokens that job `job` begins with, without those of its capsule, if it has one."""
+        found = self.jobs[job]
+        assert isinstance(found, GenerateJob), "forks have suffixes"
+        return ids(found.tokens)
+
+    def suffix_ids(self, index: int) -> list[int]:
+        """The tokens that choice `index` of a fork begins with, behind its capsule's."""
+        job = self.jobs[0]
+        assert isinstance(job, ForkJob), "prompts are whole"
+        return ids(job.suffixes[index])
+
+    def whole_prompt_ids(self, index: int) -> list[int]:
+        """All tokens before choice `index`; of a fork once `prefix` is known."""
+        if self.prefix is None:
+            return self.prompt_ids(index // self.branches)
+        return [*ids(self.prefix), *self.suffix_ids(index)]
 
     @property
     def keeps(self) -> bool:
@@ -139,6 +181,7 @@ class _Asked(NamedTuple):
     messages: Messages = NO_MESSAGES
     reading: Reading | None = None
     reasoning: ReasoningBudget | None = None
+    prompt_logprobs: int = -1  # that the engine reports
 
 
 _PLAIN: Final = Options()
@@ -172,22 +215,23 @@ class JobMaker:
         chat: ChatReader,
         *,
         model_name: str,
+        aliases: Sequence[str] = (),
         limits: HttpSettings,
         draw_seed: Callable[[], int],
     ) -> None:
         self._spec = spec
         self._reader = reader
         self._chat = chat
-        self._model_name = model_name
+        self._model_names = (model_name, *aliases)
         self._limits = limits
         self._has_states = spec.has_states
         self.urls = AllowedUrls(limits.callbacks)
         self._draw_seed = draw_seed
 
     def check_model(self, model: str | None) -> None:
-        """Raises UnknownModel; a request that names no model means the one served."""
-        if model is not None and model != self._model_name:
-            raise UnknownModel(model, [self._model_name])
+        """Raises UnknownModel; a request that names no model means the one served, of whatever name."""
+        if model is not None and model not in self._model_names:
+            raise UnknownModel(model, [*self._model_names])
 
     def completion(self, request: CompletionRequest, scope: Scope, terms: QueueTerms) -> Plan:
         self.check_model(request.model)
@@ -195,10 +239,20 @@ class JobMaker:
         self._check_branches("n", request.n, num_prompts)
         options = self._options(request, num_prompts * request.n, scope)
         prompts = self._reader.prompts(request.prompt, scope)
-        max_tokens = request.max_tokens or DEFAULT_MAX_TOKENS
+        max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+        if not max_tokens and not request.echo:
+            raise InvalidParameter(
+                "max_tokens", 0, "give at least 1, or echo=true for the prompt alone"
+            )
         output = FREE_TEXT if options is _PLAIN else read_output_format(request)
-        asked = _Asked(request, options, max_tokens, output, scope, terms)
-        return self._generate(asked, prompts, request.n)
+        asked = _Asked(request, options, max_tokens or 1, output, scope, terms)
+        if not request.echo and request.prompt_logprobs is None:
+            return self._generate(asked, prompts, request.n)
+        num = options.num_logprobs if request.echo else -1
+        plan = self._generate(self._scored(asked, num, prompts, request.n), prompts, request.n)
+        return msgspec.structs.replace(
+            plan, echo=request.echo, hides_answer=not max_tokens, **_shown_prompt(request)
+        )
 
     def chat(self, request: ChatRequest, scope: Scope, terms: QueueTerms) -> Plan:
         """Without a token limit the setting's counts, as far as the prompt leaves room in the window."""
@@ -225,8 +279,7 @@ class JobMaker:
         options = self._options(request, request.n, scope)
         max_tokens = request.max_completion_tokens or request.max_tokens
         begun = 0 if start is None else start.num_tokens
-        room = max(self._spec.max_model_len - begun - len(chat.prompt), 1)
-        default = min(self._chat.settings.max_tokens or room, room)
+        default = self._chat_tokens(begun + len(chat.prompt))
         if ends := self._chat.stop_token_ids:
             ids = [*request.stop_token_ids, *(() if request.ignore_eos else ends)]
             request = msgspec.structs.replace(request, stop_token_ids=ids)
@@ -241,6 +294,10 @@ class JobMaker:
             reading=chat.reading,
             reasoning=chat.reasoning,
         )
+        if request.prompt_logprobs is not None:
+            prompts = [chat.prompt]
+            plan = self._generate(self._scored(asked, -1, prompts, request.n), prompts, request.n)
+            return msgspec.structs.replace(plan, **_shown_prompt(request))
         if start is None:
             return self._generate(asked, [chat.prompt], request.n)
         return self._fork(
@@ -301,18 +358,23 @@ class JobMaker:
         self, request: ForkRequest, capsule: CapsuleInfo, scope: Scope, terms: QueueTerms
     ) -> Plan:
         self.check_model(request.model)
-        if (request.suffixes is None) == (request.n is None):
-            raise BadRequest("give either suffixes or n", param="suffixes")
+        if sum(each is not None for each in (request.suffixes, request.suffix_ids, request.n)) != 1:
+            raise BadRequest("give one of suffixes, suffix_ids and n", param="suffixes")
         if request.n is not None:
             self._check_branches("n", request.n, 1)
-        entries = request.suffixes or ()
+        param = "suffixes" if request.suffix_ids is None else "suffix_ids"
+        entries: Sequence[object] = request.suffixes or request.suffix_ids or ()
         num = len(entries) if request.n is None else request.n
-        self._check_branches("suffixes", num, 1)
+        self._check_branches(param, num, 1)
         options = self._options(request, num, scope)
-        max_tokens = request.max_tokens or DEFAULT_MAX_TOKENS
-        suffixes = [self._reader.suffix(s, f"suffixes[{i}]", scope) for i, s in enumerate(entries)]
+        suffixes = [self._reader.suffix(s, f"{param}[{i}]", scope) for i, s in enumerate(entries)]
         suffixes = suffixes or [as_tokens(())] * num
         boundary = _checked_at("at", request.at, capsule)
+        is_chat = any(isinstance(each, dict) for each in entries)
+        default = (
+            self._chat_tokens(boundary + max(map(len, suffixes))) if is_chat else DEFAULT_MAX_TOKENS
+        )
+        max_tokens = request.max_tokens or default
         output = FREE_TEXT if options is _PLAIN else read_output_format(request)
         asked = _Asked(request, options, max_tokens, output, scope, terms)
         return self._fork(asked, capsule.capsule, suffixes, boundary, request.at)
@@ -353,6 +415,9 @@ class JobMaker:
             starts=(boundary,),
             budget=read_budget(request.mallee.budget),
             conditions=conditions,
+            model=request.model or "",
+            continuous_usage=options is not None and options.continuous_usage_stats,
+            returns_ids=request.return_token_ids,
         )
 
     def rewind(self, request: RewindRequest, capsule: CapsuleInfo) -> tuple[int, float]:
@@ -418,6 +483,7 @@ class JobMaker:
                     retain=retain,
                     affinity=options.affinity,
                     places=self._places(prompt, messages, retain) if self._has_states else (),
+                    prompt_logprobs=asked.prompt_logprobs,
                 )
             )
         return self._plan(asked, tuple(jobs), n, sum(starts) // n, tuple(starts))
@@ -477,7 +543,29 @@ class JobMaker:
             reading=asked.reading,
             budget=options.budget,
             conditions=options.conditions,
+            model=body.model or "",
+            continuous_usage=streaming is not None and streaming.continuous_usage_stats,
+            returns_ids=body.return_token_ids,
+            has_offsets=options.num_logprobs >= 0 and not isinstance(body, ChatRequest),
+            hides_reasoning=isinstance(body, ChatRequest) and not body.include_reasoning,
         )
+
+    def _scored(self, asked: _Asked, num_top: int, prompts: Sequence[Tokens], n: int) -> _Asked:
+        """With the log-probabilities that are wanted of its prompts. Raises BadRequest."""
+        body = asked.body
+        assert isinstance(body, CompletionRequest | ChatRequest), "others have no prompt"
+        if body.prompt_logprobs is not None:
+            if body.stream:
+                raise BadRequest("prompt_logprobs needs stream=false", param="prompt_logprobs")
+            num_top = max(num_top, body.prompt_logprobs)
+        longest = max(map(len, prompts))
+        for num, most in ((longest, MAX_PROMPT_CHANCES), (n * sum(map(len, prompts)), MAX_CHANCES)):
+            if num * (1 + num_top) > most:
+                remedy = (
+                    f"{num} tokens x {1 + num_top} = {num * (1 + num_top)} > {most}; ask for less"
+                )
+                raise InvalidParameter("prompt_logprobs", num_top, remedy)
+        return asked._replace(prompt_logprobs=num_top)
 
     def _options(self, request: SamplingFields, num_choices: int, scope: Scope) -> Options:
         """Raises BadRequest."""
@@ -502,11 +590,13 @@ class JobMaker:
         request, options = asked.body, asked.options
         seed = self._draw_seed() if request.seed is None else request.seed
         top_k = min(max(request.top_k, 0), self._spec.vocab_size)
+        if request.top_p == 0:  # no share at all: the likeliest is always in it
+            top_k = 1
         follows = options.conditions is not None and options.conditions.below is not None
         return Sampling(
             temperature=request.temperature,
             top_k=top_k,
-            top_p=request.top_p,
+            top_p=request.top_p or 1.0,
             seed=seed % (1 << 64),
             min_p=request.min_p,
             repetition_penalty=request.repetition_penalty,
@@ -548,6 +638,11 @@ class JobMaker:
             )
         return _within("ttl_s", asked, 0.0, most or 1e9)
 
+    def _chat_tokens(self, prompt_tokens: int) -> int:
+        """The limit of a chat's answer that names none: the setting's, as far as the window has room."""
+        room = max(self._spec.max_model_len - prompt_tokens, 1)
+        return min(self._chat.settings.max_tokens or room, room)
+
     def _check_fits(self, prompt_tokens: int, max_tokens: int) -> None:
         if prompt_tokens + max_tokens > self._spec.max_model_len:
             raise ContextLengthExceeded(prompt_tokens, max_tokens, self._spec.max_model_len)
@@ -576,6 +671,12 @@ def _num_logprobs(request: SamplingFields) -> int:
     if asked is True:
         raise InvalidParameter("logprobs", asked, f"give how many, 0 to {MAX_LOGPROBS}")
     return asked
+
+
+def _shown_prompt(request: CompletionRequest | ChatRequest) -> dict[str, int]:
+    return (
+        {} if request.prompt_logprobs is None else {"num_prompt_logprobs": request.prompt_logprobs}
+    )
 
 
 def _is_batch(prompt: object) -> bool:

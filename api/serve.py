@@ -22,13 +22,13 @@ from mallee.api.branches.budgets import Bound, Budgets
 from mallee.api.branches.watch import Watch
 from mallee.api.callbacks.callbacks import Callbacks
 from mallee.api.deltas import TextDelta, TextStream, TokenBytes
-from mallee.api.entry.middleware import age_s, caller_of
+from mallee.api.entry.middleware import age_s, caller_of, warn_of
 from mallee.api.errors import unexpected
 from mallee.api.jobs import Plan
 from mallee.api.sse import MAX_RUN, EventStream, unless_gone
 from mallee.api.text.tokenizer import Tokenizer
 from mallee.gateway.access.access import Caller
-from mallee.gateway.access.quotas import UNLIMITED, Visit
+from mallee.gateway.access.visits import UNLIMITED, Visit
 from mallee.gateway.capsules.capsules import CapsuleInfo
 from mallee.gateway.gateway import Gateway
 from mallee.gateway.requests.deltas import Delta
@@ -38,11 +38,12 @@ from mallee.protocol.api.capsules import Imported
 from mallee.protocol.api.shared import OMITTED
 from mallee.protocol.errors import InternalError, MalleeError
 from mallee.protocol.ids import CapsuleId, RequestId, Scope, account_of, capsule_id
-from mallee.router.dispatch.jobs import PrefillJob, QueueTerms
+from mallee.router.dispatch.jobs import ForkJob, PrefillJob, QueueTerms
 from mallee.router.dispatch.recovery.pending import not_kept
 
 TURN_TOKENS: Final = 2048  # of a backlog, written without a turn of the loop: a few milliseconds
 LOGPROBS_COST: Final = 16  # of a token's log-probabilities, as tokens
+FREED: Final = "arguments of tools are free, since no answer can be held to"
 _WORKER: Final = attrgetter("worker")
 
 _log = logging.getLogger(__name__)
@@ -57,6 +58,12 @@ class Whole(Protocol):
         """The parts of the finished answer, one after the other."""
 
     def body(self, envelope: Envelope, choices: list[Any], usage: UsageCounter) -> object: ...
+
+
+def warn_of_tools(request: Request, plan: Plan) -> None:
+    """Have the answer to `request` name what keeps tools' arguments from being held to their schemas."""
+    if plan.output.freed:
+        warn_of(request, FREED, plan.output.freed)
 
 
 class Writer(Protocol):
@@ -74,6 +81,18 @@ class Writer(Protocol):
 
     def failure(self, error: MalleeError, left: Collection[int]) -> bytes:
         """The last one of an answer that fails after its beginning; `left` are choices that end by it."""
+
+
+class Keeper(Protocol):
+    """Keeps an answer of one choice; `observers` see its request, `ended` is awaited before its end."""
+
+    @property
+    def observers(self) -> Sequence[Observer]: ...
+
+    def add(self, delta: TextDelta) -> None: ...
+
+    async def ended(self, name: str) -> None:
+        """`name`: the answer's."""
 
 
 class Named(NamedTuple):
@@ -107,28 +126,45 @@ class Server:
     budgets: Budgets
     callbacks: Callbacks
 
-    async def answer(self, request: Request, plan: Plan, answer_format: AnswerFormat) -> Response:
+    async def answer(
+        self,
+        request: Request,
+        plan: Plan,
+        answer_format: AnswerFormat,
+        keeper: Keeper | None = None,
+    ) -> Response:
         """The whole answer, or a stream whose first delta is there: failures before it are raised.
 
         Raises MalleeError, and ClientGone with every branch cancelled.
         """
         caller = caller_of(request)
+        warn_of_tools(request, plan)
         if caller.visit is not UNLIMITED:
             await caller.visit.ready(**plan.needs)
             caller.visit.begin(plan.num_choices, plan.prompt_tokens)
         prepare_s = age_s(request)
+        if plan.returns_ids:
+            plan = await unless_gone(request.receive, self.with_prefix(plan))
         if not plan.stream:
-            whole = self._whole(plan, prepare_s, answer_format, caller)
+            whole = self._whole(plan, prepare_s, answer_format, caller, keeper)
             return await unless_gone(request.receive, whole)
         usage = self._usage(plan, caller)
-        text, first = await unless_gone(request.receive, self._opened(plan, prepare_s))
+        text, first = await unless_gone(request.receive, self._opened(plan, prepare_s, keeper))
         token_bytes = self.tokenizer.token_bytes if plan.logprobs else None
         writer = answer_format.begin_stream(
-            plan, token_bytes, self._envelope(text), names_workers=caller.is_operator
+            plan, token_bytes, self._envelope(text, plan), names_workers=caller.is_operator
         )
-        events = self._events(first, text, usage, plan, writer)
+        events = self._events(first, text, usage, plan, writer, keeper)
         headers = _worker_header(map(_WORKER, text.streams), caller)
         return EventStream(events, text.aclose, headers, idle=writer.idle)
+
+    async def with_prefix(self, plan: Plan) -> Plan:
+        """With the tokens of its capsule, if it goes on from one. Raises UnknownText."""
+        job = plan.jobs[0]
+        if not isinstance(job, ForkJob):
+            return plan
+        tokens = await self.gateway.capsules.tokens(job.capsule, job.scope)
+        return msgspec.structs.replace(plan, prefix=tokens[: job.at])
 
     def _usage(self, plan: Plan, caller: Caller) -> UsageCounter:
         """Raises QuotaExceeded, if capsules of the answer are to be kept and its key may keep no more."""
@@ -261,10 +297,14 @@ class Server:
         return TextStream(streams, plan, self.tokenizer, watch)
 
     async def read(
-        self, plan: Plan, prepare_s: float, take: Callable[[TextDelta], None]
+        self,
+        plan: Plan,
+        prepare_s: float,
+        take: Callable[[TextDelta], None],
+        observers: Sequence[Observer] = (),
     ) -> TextStream:
         """The answer, which has come to its end: `take` had each delta. Raises MalleeError."""
-        text, owed = await self.start(plan, prepare_s), 0
+        text, owed = await self.start(plan, prepare_s, observers=observers), 0
         cost = LOGPROBS_COST if plan.logprobs else 1
         try:
             async for delta in text:
@@ -303,7 +343,12 @@ class Server:
         return await self.gateway.sessions.budget(terms.session, scope, terms.parent_session)
 
     async def _whole(
-        self, plan: Plan, prepare_s: float, answer_format: AnswerFormat, caller: Caller
+        self,
+        plan: Plan,
+        prepare_s: float,
+        answer_format: AnswerFormat,
+        caller: Caller,
+        keeper: Keeper | None,
     ) -> Response:
         token_bytes = self.tokenizer.token_bytes if plan.logprobs else None
         answer = answer_format.begin_whole(plan, token_bytes, names_workers=caller.is_operator)
@@ -312,19 +357,26 @@ class Server:
         def take(delta: TextDelta) -> None:
             answer.add(delta)
             usage.add(delta)
+            if keeper is not None:
+                keeper.add(delta)
 
-        text = await self.read(plan, prepare_s, take)
+        text = await self.read(plan, prepare_s, take, keeper.observers if keeper else ())
+        if keeper is not None:
+            await keeper.ended(text.streams[0].request)
         choices = []
         for choice in answer.choices():
             choices.append(choice)
             if plan.logprobs:
                 await asyncio.sleep(0)
-        body = answer.body(self._envelope(text), choices, usage)
+        body = answer.body(self._envelope(text, plan), choices, usage)
         return json_response(body, headers=_worker_header(map(_WORKER, text.streams), caller))
 
-    async def _opened(self, plan: Plan, prepare_s: float) -> tuple[TextStream, TextDelta]:
+    async def _opened(
+        self, plan: Plan, prepare_s: float, keeper: Keeper | None
+    ) -> tuple[TextStream, TextDelta]:
         """The answer begun, and its first delta; the caller closes it."""
-        text = await self.start(plan, prepare_s)
+        observers = keeper.observers if keeper is not None else ()
+        text = await self.start(plan, prepare_s, observers=observers)
         try:
             return text, await anext(text)
         except BaseException:
@@ -338,6 +390,7 @@ class Server:
         usage: UsageCounter,
         plan: Plan,
         writer: Writer,
+        keeper: Keeper | None,
     ) -> AsyncGenerator[bytes, None]:
         left, owed = set(range(plan.num_choices)), 0  # choices that have not ended
         cost = LOGPROBS_COST if plan.logprobs else 1
@@ -347,12 +400,16 @@ class Server:
                 events: list[bytes] = []  # of all that waits: one write
                 while delta is not None and len(events) < MAX_RUN and owed < TURN_TOKENS:
                     usage.add(delta)
+                    if keeper is not None:
+                        keeper.add(delta)
                     owed += delta.num_tokens * cost
                     if delta.finish is not None:
                         left.discard(delta.index)
                     events.append(writer.events(delta, usage))
                     delta = text.take()
                 if not left:
+                    if keeper is not None:
+                        await keeper.ended(text.streams[0].request)
                     events.append(writer.end(usage))
                 if written := b"".join(events):
                     yield written
@@ -368,8 +425,9 @@ class Server:
             _log.exception("request %s failed after its first byte", request_id)
             yield writer.failure(unexpected(request_id), left)
 
-    def _envelope(self, text: TextStream) -> Envelope:
-        return Envelope(text.streams[0].request, int(self.clock()), self.model_name)
+    def _envelope(self, text: TextStream, plan: Plan) -> Envelope:
+        model = plan.model or self.model_name
+        return Envelope(text.streams[0].request, int(self.clock()), model)
 
 
 def json_response(

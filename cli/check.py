@@ -7,8 +7,7 @@ replica's traceback. Here they are found before.
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from difflib import get_close_matches
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, get_args
 
@@ -17,7 +16,7 @@ import typer
 from mallee.cli.options import JsonOption, require_serve_extra
 from mallee.cli.output import print_json
 from mallee.cli.settings import APP_PATH, DEFAULT_MODEL, S, parse_yaml, read_settings
-from mallee.protocol.errors import ConfigError, MalleeError
+from mallee.protocol.errors import ConfigError, MalleeError, nearest
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -193,7 +192,7 @@ def _unknown_keys(schema: "type[BaseModel]", values: Any, prefix: str = "") -> I
     for key, value in values.items():
         field = schema.model_fields.get(key)
         if field is None:
-            hint = _nearest(str(key), schema.model_fields, "Ray Serve would drop it")
+            hint = nearest(str(key), schema.model_fields, "Ray Serve would drop it")
             yield f"`{prefix}{key}` is no option of Ray Serve; {hint}"
             continue
         for inner in _models(field.annotation):
@@ -202,11 +201,6 @@ def _unknown_keys(schema: "type[BaseModel]", values: Any, prefix: str = "") -> I
                 name = each.get("name", number) if isinstance(each, dict) else number
                 step = f"{prefix}{key}.{name}." if isinstance(value, list) else f"{prefix}{key}."
                 yield from _unknown_keys(inner, each, step)
-
-
-def _nearest(name: str, known: Iterable[str], otherwise: str) -> str:
-    near = get_close_matches(name, list(known), 1)
-    return f"the nearest is `{near[0]}`" if near else otherwise
 
 
 def _models(annotation: Any) -> Iterator["type[BaseModel]"]:
@@ -230,7 +224,7 @@ def _deployment_faults(application: Application) -> Iterator[str]:
         if name == "Broker" and name not in known:
             yield "deployment `Broker`: with nats_url there is none"
         elif name not in known:
-            hint = _nearest(name, known, f"there are {', '.join(known)}")
+            hint = nearest(name, known, f"there are {', '.join(known)}")
             yield f"deployment `{name}` is none of Mallee's; {hint}"
         else:
             yield from (f"{name}: {fault}" for fault in _option_faults(name, each, config))
@@ -312,12 +306,13 @@ def notes(application: Application) -> Iterator[str]:
     config = application.config
     if (remark := secret_remark(config)) is not None:
         yield remark
-    if config.has_cuda and config.kv_nbytes is None and config.num_blocks is None:
+    has_cuda = config.has_cuda and not config.is_foreign
+    if has_cuda and config.kv_nbytes is None and config.num_blocks is None:
         yield (
             "engine.kv_gib and engine.kv_tokens are not given: each worker sizes KV by the memory that its"
             " GPU has free when it starts, and logs the sum"
         )
-    if config.has_cuda:
+    if has_cuda:
         from mallee.worker.model.installation import look, missing  # imports torch: seconds
 
         here = f"for engine.device={config.engine.device!r} this machine lacks something"
@@ -371,11 +366,11 @@ def _is_of_hub(model: str) -> bool:
 def _unwritable(key: str, folder: str) -> Iterator[str]:
     """A fault if the folder is not there and can't be made, or can't be written."""
     path = Path(folder).expanduser()
-    nearest = next(each for each in (path, *path.parents) if each.exists())
-    if not nearest.is_dir():
-        yield f"{key}={folder!r}: {nearest} is no folder"
-    elif not os.access(nearest, os.W_OK | os.X_OK):
-        yield f"{key}={folder!r}: {nearest} can't be written by this user"
+    found = next(each for each in (path, *path.parents) if each.exists())
+    if not found.is_dir():
+        yield f"{key}={folder!r}: {found} is no folder"
+    elif not os.access(found, os.W_OK | os.X_OK):
+        yield f"{key}={folder!r}: {found} can't be written by this user"
 
 
 def broker_faults(config: "AppConfig") -> Iterator[str]:

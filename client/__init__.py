@@ -2,11 +2,11 @@
 
 Needs only httpx, msgspec and rich. Must not know torch, ray, numba or anything behind the HTTP API.
 
-    from mallee.client import Mallee
+    from mallee import Mallee
 
     with Mallee("http://127.0.0.1:8000") as client:
-        with client.prefill("A long document ...") as capsule:
-            for branch in capsule.fork([" Question one?", " Question two?"]).wait():
+        with client.prefill(messages=[{"role": "system", "content": "A long document ..."}]) as capsule:
+            for branch in capsule.ask(["Question one?", "Question two?"]):
                 print(branch.worker, branch.ttft_ms, branch.text)
 """
 
@@ -20,7 +20,9 @@ from mallee.client.errors import (
     ConnectionFailed,
     JournalFailed,
     NoCapsule,
+    NotParsed,
     StreamBroken,
+    Timeout,
     ToolFailed,
     ToolTimeout,
 )
@@ -133,6 +135,7 @@ __all__ = [
     "NoCapsule",
     "NoWorker",
     "NotFound",
+    "NotParsed",
     "Overloaded",
     "QueueFull",
     "QuotaExceeded",
@@ -152,6 +155,7 @@ __all__ = [
     "StreamBroken",
     "TenantQueueFull",
     "TierFull",
+    "Timeout",
     "ToolCall",
     "ToolFailed",
     "ToolTimeout",

@@ -1,13 +1,17 @@
-"""Options of both clients, waits before another try, and errors of connections; no I/O."""
+"""Options of both clients, waits before another try, errors of connections, and lists of branches."""
 
+import inspect
+import sys
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, get_args, overload
 
-from mallee.client.errors import NO_END, ConnectionFailed, StreamBroken
+from mallee.client.errors import NO_END, ConnectionFailed, StreamBroken, Timeout
 from mallee.client.results import told_wait_s
-from mallee.protocol.errors import InvalidParameter, Unavailable
+from mallee.protocol.errors import InvalidParameter
 
 if TYPE_CHECKING:  # httpx costs 100 ms to import: loaded by the first client, not by the import
     import openai
@@ -24,6 +28,8 @@ READY_WAIT_S = 0.05  # between two questions for a capsule that is computing, an
 MAX_READY_WAIT_S = 1.0  # up to this
 READY_S = 600.0  # for a capsule to be computed
 CUT_WAIT_S = 0.25  # after a cut connection, until the request is sent again
+B = TypeVar("B")
+T = TypeVar("T")
 _FULL = ("capsules_full", "tier_full", "storage_full")  # that a short wait doesn't change
 
 
@@ -35,14 +41,14 @@ def growing_waits(first_s: float, most_s: float) -> Iterator[float]:
 
 
 def ready_waits(capsule: str, timeout_s: float) -> Iterator[float]:
-    """Seconds before each question for a capsule that is computing. Raises Unavailable after `timeout_s`."""
+    """Seconds before each question for a capsule that is computing. Raises Timeout after `timeout_s`."""
     yield 0.0
     end = time.monotonic() + timeout_s
     for wait_s in growing_waits(READY_WAIT_S, MAX_READY_WAIT_S):
         if time.monotonic() + wait_s > end:
             break
         yield wait_s
-    raise Unavailable(f"{capsule!r} is still computing after {timeout_s:g} s; wait longer")
+    raise Timeout(f"{capsule!r} is still computing", timeout_s, "wait longer; it goes on")
 
 
 @contextmanager
@@ -52,6 +58,10 @@ def failing_as(kind: type[ConnectionFailed] | type[StreamBroken], url: str) -> I
 
     try:
         yield
+    except (httpx.ReadTimeout, httpx.WriteTimeout) as error:
+        limit_s = error.request.extensions["timeout"]["read"]
+        remedy = "raise the client's timeout, or prefill with wait=False and then wait(timeout=)"
+        raise Timeout(f"nothing came from {url}", limit_s, remedy) from error
     except httpx.RequestError as error:
         raise kind(url, str(error) or type(error).__name__) from error
 
@@ -86,3 +96,63 @@ def openai_options(client: "OpenAIClient") -> dict[str, Any]:
         raise InvalidParameter("client", type(client).__name__, remedy)
     limit_s = getattr(client.timeout, "read", client.timeout)  # of either library that it may have
     return {**options, "base_url": str(client.base_url), "timeout": limit_s}
+
+
+def spelled(kind: type[T]) -> type[T]:
+    """`kind`, whose methods show `help` and editors the keywords behind their `**params`."""
+    for method in filter(inspect.isfunction, vars(kind).values()):
+        signature = inspect.signature(method)
+        *others, last = signature.parameters.values()
+        if last.kind is last.VAR_KEYWORD and (fields := get_args(last.annotation)):
+            named = (
+                inspect.Parameter(name, last.KEYWORD_ONLY, default=None, annotation=annotation)
+                for name, annotation in fields[0].__annotations__.items()
+                if name not in signature.parameters
+            )
+            method.__signature__ = signature.replace(parameters=[*others, *named])  # type: ignore[attr-defined]
+    return kind
+
+
+class Listed(Sequence[B]):
+    """Branches of a client that blocks, as the list of them finished. One dropped unread ends them."""
+
+    _events: Any
+    _response: Any
+
+    @abstractmethod
+    def wait(self) -> list[B]: ...
+
+    def __iter__(self) -> Iterator[B]:
+        return iter(self.wait())
+
+    def __len__(self) -> int:
+        return len(self.wait())
+
+    @overload
+    def __getitem__(self, index: int) -> B: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[B]: ...
+
+    def __getitem__(self, index: int | slice) -> B | list[B]:
+        return self.wait()[index]
+
+    def __del__(self) -> None:
+        response = getattr(self, "_response", None)
+        if response is not None and self._events is None and not sys.is_finalizing():
+            # In a thread: a collection of garbage may begin where this one holds the connections' lock.
+            threading.Thread(target=response.close, name="dropped", daemon=True).start()
+
+
+class AsyncListed(ABC, Generic[B]):
+    """Branches of an asynchronous client, awaited as the list of them finished, or iterated as that."""
+
+    @abstractmethod
+    async def wait(self) -> list[B]: ...
+
+    def __await__(self) -> Generator[Any, Any, list[B]]:
+        return self.wait().__await__()
+
+    async def __aiter__(self) -> AsyncIterator[B]:
+        for branch in await self.wait():
+            yield branch

@@ -14,6 +14,7 @@ Prompt: TypeAlias = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]
 """Text, token ids, or several of either."""
 
 Message: TypeAlias = Mapping[str, Any]
+Messages: TypeAlias = Sequence[Message]
 Suffix: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or {"messages": [...]} that go on in a conversation."""
 
@@ -105,8 +106,9 @@ class Sampling(Terms, total=False):
     logit_bias: Mapping[str, float]
     logprobs: int | bool | None
     top_logprobs: int | None
-    response_format: Mapping[str, Any] | None
+    response_format: Mapping[str, Any] | type[Any] | None  # the API's object, or a Pydantic model
     structured_outputs: Mapping[str, Any] | None
+    return_token_ids: bool
 
 
 class Stepping(Turn, total=False):
@@ -142,6 +144,7 @@ class Going(Terms, total=False):
     max_tokens: int | None
     stop: str | Sequence[str] | None
     include_stop_str_in_output: bool
+    return_token_ids: bool
 
 
 class Wanted(TypedDict, total=False):
@@ -166,6 +169,8 @@ class Generation(Sampling, total=False):
     chat_template_kwargs: Mapping[str, Any] | None
     reasoning_effort: str | None
     thinking_token_budget: int | None
+    include_reasoning: bool
+    continue_final_message: bool
 
 
 class Prefilling(Terms, total=False):
@@ -178,7 +183,8 @@ class Prefilling(Terms, total=False):
 class Call(NamedTuple):
     """One HTTP request. `body` becomes JSON; one without a body says in a header whose salt it means.
 
-    With a `key` it runs once, however often it is sent: its answer is given again.
+    With a `key` it runs once, however often it is sent: its answer is given again. `form`: the Pydantic
+    model that its `response_format` was.
     """
 
     method: str
@@ -186,6 +192,7 @@ class Call(NamedTuple):
     body: dict[str, Any] | None = None
     cache_salt: str | None = None
     key: str = ""
+    form: Any = None
 
     def keyed(self) -> "Call":
         """This call under a key of its own, if it is a POST."""
@@ -258,8 +265,7 @@ def generate(
 ) -> Call:
     """A streamed completion, or a chat if `messages` are given. Raises InvalidParameter."""
     path = "/v1/completions" if messages is None else "/v1/chat/completions"
-    body = _streamed({**_prompt(prompt, messages), **params})
-    return Call("POST", path, body, params.get("cache_salt"))
+    return _drawn(path, {**_prompt(prompt, messages), **params})
 
 
 def prefill(
@@ -293,8 +299,36 @@ def fork(capsule: str, branches: Forks, params: Mapping[str, Any]) -> Call:
             " token ids, or such objects"
         )
         raise InvalidParameter("branches", branches, remedy)
-    path = f"{_capsule_path(capsule)}/fork"
-    return Call("POST", path, _streamed({**body, **params}), params.get("cache_salt"))
+    return _drawn(f"{_capsule_path(capsule)}/fork", {**body, **params})
+
+
+def forks(
+    branches: Forks | None,
+    n: int | None,
+    messages: Messages | Sequence[Messages] | None,
+    suffixes: Sequence[Suffix] | None,
+) -> Forks:
+    """The branches of a fork, by any of the ways to name them; with `n` so many of each suffix.
+
+    Raises InvalidParameter for none, and for two at once.
+    """
+    if messages is not None:
+        is_one = all(isinstance(each, Mapping) for each in messages)
+        several = cast("Sequence[Messages]", [messages] if is_one else messages)
+        conversations: list[Any] | None = [{"messages": list(each)} for each in several]
+    else:
+        conversations = None
+    ways = [each for each in (branches, conversations, suffixes) if each is not None]
+    if len(ways) != 1 and (ways or n is None):
+        remedy = "give a number, or suffixes, or messages; n= may go with these: so many of each"
+        raise InvalidParameter("branches", branches, remedy)
+    if n is None or not ways:
+        return ways[0] if ways else n  # type: ignore[return-value]
+    (way,) = ways
+    if isinstance(way, int):
+        raise InvalidParameter("n", n, f"it is {way} already")
+    each_of: Any = [way] if isinstance(way, str | Mapping) else way
+    return [suffix for suffix in each_of for _ in range(n)]
 
 
 def _is_suffix(value: object) -> bool:
@@ -303,8 +337,7 @@ def _is_suffix(value: object) -> bool:
 
 def restore(capsule: str, params: Mapping[str, Any]) -> Call:
     """The branch that a capsule was taken from, going on."""
-    path = f"{_capsule_path(capsule)}/restore"
-    return Call("POST", path, _streamed(dict(params)), params.get("cache_salt"))
+    return _drawn(f"{_capsule_path(capsule)}/restore", params)
 
 
 def change(capsule: str, verb: str, params: Mapping[str, Any]) -> Call:
@@ -380,8 +413,27 @@ def _prompt(prompt: Prompt | None, messages: Sequence[Message] | None) -> dict[s
     return {"prompt": prompt} if messages is None else {"messages": list(messages)}
 
 
-def _streamed(body: dict[str, Any]) -> dict[str, Any]:
-    return {**nested(given(body)), "stream": True, "stream_options": {"include_usage": True}}
+def _drawn(path: str, params: Mapping[str, Any]) -> Call:
+    """A call whose branches stream. A Pydantic model as `response_format` becomes its schema."""
+    body = {**nested(given(params)), "stream": True, "stream_options": {"include_usage": True}}
+    form = body.get("response_format")
+    if isinstance(form, type):
+        if not hasattr(form, "model_json_schema"):
+            remedy = "give a Pydantic model, or an object as the API's"
+            raise InvalidParameter("response_format", form.__name__, remedy)
+        schema = {"name": form.__name__, "schema": form.model_json_schema(), "strict": True}
+        body["response_format"] = {"type": "json_schema", "json_schema": schema}
+    else:
+        form = None
+    return Call("POST", path, body, params.get("cache_salt"), form=form)
+
+
+def num_branches(call: Call) -> int:
+    """The branches that a call of `_drawn` asks for."""
+    body: Mapping[str, Any] = call.body or {}
+    prompt = body.get("prompt")
+    num = len(body.get("suffixes", ())) or body.get("n") or 1
+    return int(num) * (len(prompt) if prompt is not None and is_several(prompt) else 1)
 
 
 def given(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,9 @@
     |- ApiError           the server refused or failed with a code that has no type of its own
     |- ConnectionFailed   no server answers at this address
     |- StreamBroken       a stream ended before its end
+    |- Timeout            nothing came in the time that the client gives, or not all of it
     |- NoCapsule          a branch left no state that could be forked
+    |- NotParsed          a branch's text is no value of the model that was asked for
     |- ToolFailed         the function of a graph's node failed
     |- ToolTimeout        it gave no result in time
     |- JournalFailed      the journal of a graph can't be written or read
@@ -53,6 +55,24 @@ class StreamBroken(MalleeError):
     def __init__(self, url: str, reason: str = NO_END) -> None:
         text = f"the stream from {url} broke off ({reason}); send the request again"
         super().__init__(text, url=url, reason=reason)
+
+
+class Timeout(MalleeError):
+    """`what` after `timeout_s`; `remedy` says what to do."""
+
+    code = "timeout"
+
+    def __init__(self, what: str, timeout_s: float, remedy: str) -> None:
+        super().__init__(f"{what} after {timeout_s:g} s; {remedy}", timeout_s=timeout_s)
+
+
+class NotParsed(MalleeError):
+    """The text of branch `index` can't be read as a value."""
+
+    code = "not_parsed"
+
+    def __init__(self, index: int, reason: str) -> None:
+        super().__init__(f"branch {index} has no parsed value: {reason}", index=index)
 
 
 class NoCapsule(MalleeError):

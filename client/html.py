@@ -1,10 +1,13 @@
-"""Trees of branches and of capsules as HTML, for notebooks; no I/O."""
+"""Trees of branches and of capsules as HTML, for notebooks, and as text; no I/O."""
 
 from collections.abc import Iterable, Mapping
 from html import escape
-from typing import Final
+from typing import Final, TypeAlias
 
 from mallee.client.results import BranchState
+
+Rows: TypeAlias = Iterable[tuple[str, str | None, str]]
+"""Of each node its id, that of its parent, which comes first, and figures."""
 
 _ROW = "border-left:2px solid #2a7;margin:.3em 0 .3em .6em;padding-left:.7em"
 _SOFT = "opacity:.65;font-size:90%"
@@ -17,14 +20,41 @@ def tree_html(title: str, branches: Mapping[int, BranchState]) -> str:
     return f"<div><b>{escape(title)}</b>{rows}</div>"
 
 
-def nodes_html(title: str, nodes: Iterable[tuple[str, str | None, str]]) -> str:
-    """The title, and rows of (id, id of its parent, figures), each below its parent, which comes first."""
+def nodes_text(title: str, nodes: Rows) -> str:
+    """The title, and the nodes as a tree; one that alone continues another stands beneath it."""
+    children = _children(nodes)
+    lines: list[str] = [title]
+    todo = _text_rows(children.get("", []), "")
+    while todo:
+        node, figures, mark, indent = todo.pop()
+        lines.append(f"{mark}{node}  {figures}")
+        below = children.get(node, [])
+        one = [(*each, indent, indent) for each in below]
+        todo += one if len(below) == 1 else _text_rows(below, indent)
+    return "\n".join(lines)
+
+
+def _text_rows(nodes: list[tuple[str, str]], indent: str) -> list[tuple[str, str, str, str]]:
+    """Nodes side by side, the first one last, each with its mark and the indent below it."""
+    marks = [("├── ", "│   ")] * (len(nodes) - 1) + [("└── ", "    ")] * bool(nodes)
+    rows = zip(nodes, marks, strict=True)
+    return [(*node, indent + mark, indent + below) for node, (mark, below) in rows][::-1]
+
+
+def _children(nodes: Rows) -> dict[str, list[tuple[str, str]]]:
+    """Each node's children with their figures; below "" those without a parent."""
     children: dict[str, list[tuple[str, str]]] = {}
     known: set[str] = set()
     for node, parent, figures in nodes:
         above = parent if parent is not None and parent in known else ""
         children.setdefault(above, []).append((node, figures))
         known.add(node)
+    return children
+
+
+def nodes_html(title: str, nodes: Rows) -> str:
+    """The title, and a row for each node, below its parent."""
+    children = _children(nodes)
     rows: list[str] = []
     todo = [(node, figures, 0) for node, figures in reversed(children.get("", []))]
     while todo:

@@ -1,13 +1,14 @@
 """Answers of the server as values: events while they stream, branches as they grow; no I/O."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeVar
 
 import msgspec
 
-from mallee.client.errors import ApiError, NoCapsule, StreamBroken, from_body
+from mallee.client.errors import ApiError, NoCapsule, NotParsed, StreamBroken, from_body
 from mallee.client.sse import DONE
+from mallee.protocol.api.shared import WeightVersions
 from mallee.protocol.errors import MalleeError
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -42,6 +43,7 @@ class ToolCall:
 _AT_END: Final = (  # of a choice's `mallee`: what a branch has once it has ended
     *("worker", "capsule", "boundary", "kept", "cached_tokens", "prefill_tokens"),
     *("completion_tokens", "accepted_prediction_tokens", "rejected_prediction_tokens"),
+    *("weight_version", "resampled"),
 )
 
 
@@ -69,6 +71,10 @@ class BranchEvent:
     completion_tokens: int | None = None
     ended_by: str | None = None  # of a budget or of conditions
     error: MalleeError | None = None
+    weight_version: WeightVersions | None = None
+    resampled: bool | None = None  # its worker was lost, and it went on by other draws
+    token_ids: Sequence[int] = ()  # as `BranchState`
+    prompt_token_ids: Sequence[int] | None = None  # the first of its branch has them
 
 
 @dataclass(slots=True, repr=False)
@@ -82,6 +88,8 @@ class BranchState:
     counts the tokens of `capsule`; `kept` says whether it was pinned, if that was asked for. Of the
     prediction tokens, those that were drafted for it, some were drawn; None where none were drafted.
     `score`: the last that a critic or a verifier gave it; `score_error`: the last failure of a verifier.
+    With `return_token_ids`: `prompt_token_ids` are all tokens before it, `token_ids` its own, with the one
+    that ended it, which is not in its text and capsule. `weight_version`: of the weights, at start and end.
     """
 
     index: int
@@ -106,6 +114,31 @@ class BranchState:
     score: float | None = field(default=None, compare=False)
     score_error: str = ""
     completion_tokens: int | None = None
+    weight_version: WeightVersions | None = None
+    resampled: bool | None = None  # its worker was lost, and it went on by other draws
+    token_ids: list[int] = field(default_factory=list)
+    prompt_token_ids: list[int] | None = None
+    form: Any = field(default=None, compare=False)  # the Pydantic model of its `response_format`
+
+    @property
+    def token_logprobs(self) -> list[float]:
+        """The log-probabilities that were requested, one for each of `token_ids`."""
+        if "content" in self.logprobs:
+            return [entry["logprob"] for entry in self.logprobs["content"]]
+        return self.logprobs.get("token_logprobs", [])
+
+    @property
+    def parsed(self) -> Any:
+        """Its text as a value of the Pydantic model that was its `response_format`. Raises NotParsed."""
+        if self.form is None:
+            raise NotParsed(self.index, "its response_format was no Pydantic model; give one")
+        if self.finish_reason != "stop":
+            ended = f"it ended with {self.finish_reason!r}" if self.finish_reason else "it runs"
+            raise NotParsed(self.index, f"{ended}; wait for it, and give max_tokens enough for it")
+        try:
+            return self.form.model_validate_json(self.text)
+        except ValueError as error:
+            raise NotParsed(self.index, str(error)) from error
 
     def take(self, event: BranchEvent, elapsed_ms: float) -> None:
         """Add one event that arrived `elapsed_ms` after the request was sent."""
@@ -121,6 +154,9 @@ class BranchState:
                 last = self.tool_calls[-1]
                 self.tool_calls[-1] = replace(last, arguments=last.arguments + call.arguments)
         self.injected += event.injected
+        self.token_ids += event.token_ids
+        if self.prompt_token_ids is None and event.prompt_token_ids is not None:
+            self.prompt_token_ids = [*event.prompt_token_ids]
         for name, values in (event.logprobs or {}).items():
             if values is not None:
                 self.logprobs.setdefault(name, []).extend(values)
@@ -147,13 +183,14 @@ class BranchState:
 class StreamReader:
     """Reads the data of server-sent events; knows when the stream has really ended."""
 
-    __slots__ = ("_url", "is_done", "request_id", "usage")
+    __slots__ = ("_prompt_ids", "_url", "is_done", "request_id", "usage")
 
     def __init__(self, url: str) -> None:
         self._url = url
         self.is_done = False
         self.request_id: str | None = None
         self.usage: Usage | None = None
+        self._prompt_ids: Sequence[int] | None = None  # of all branches
 
     def read(self, data: str) -> list[BranchEvent]:
         """The branch events in one `data:`. Raises the server's error, or StreamBroken for nonsense."""
@@ -164,7 +201,8 @@ class StreamReader:
         self.request_id = body.get("id", self.request_id)
         if body.get("usage"):
             self.usage = _usage(body["usage"])
-        return list(choice_events(body))
+        self._prompt_ids = body.get("prompt_token_ids", self._prompt_ids)
+        return list(choice_events(body, self._prompt_ids))
 
     def end(self) -> None:
         """The connection closed. Raises StreamBroken unless the end mark was seen."""
@@ -185,8 +223,13 @@ def event_body(data: str, url: str) -> Mapping[str, Any]:
     return body
 
 
-def choice_events(body: Mapping[str, Any]) -> Iterator[BranchEvent]:
-    """The choices of a completion, a chat completion or one of their chunks, as events."""
+def choice_events(
+    body: Mapping[str, Any], prompt_ids: Sequence[int] | None = None
+) -> Iterator[BranchEvent]:
+    """The choices of a completion, a chat completion or one of their chunks, as events.
+
+    `prompt_ids`: tokens before all choices.
+    """
     for choice in body.get("choices", ()):
         part = choice.get("delta") or choice.get("message") or {}
         text = choice.get("text") or part.get("content") or ""
@@ -197,8 +240,15 @@ def choice_events(body: Mapping[str, Any]) -> Iterator[BranchEvent]:
         logprobs = choice.get("logprobs")
         has_chances = any((logprobs or {}).values())
         injected = tuple(ours.get("injected") or ())
-        shown = text or reasoning or tool_calls or has_chances or injected
-        if not shown and finish is None:
+        token_ids, suffix = choice.get("token_ids") or (), choice.get("suffix_token_ids")
+        own_ids = choice.get("prompt_token_ids", prompt_ids)
+        if suffix is not None:
+            own_ids = [*(prompt_ids or ()), *suffix]
+        shown = text or reasoning or tool_calls or has_chances or injected or token_ids
+        at_end = {name: ours.get(name) for name in _AT_END}
+        if (versions := at_end["weight_version"]) is not None:
+            at_end["weight_version"] = read_as(versions, WeightVersions)
+        if not shown and suffix is None and finish is None:
             continue  # a role, or a sign of life
         yield BranchEvent(
             index=choice["index"],
@@ -212,7 +262,9 @@ def choice_events(body: Mapping[str, Any]) -> Iterator[BranchEvent]:
             score_error=ours.get("score_error") or "",
             ended_by=ours.get("ended_by"),
             error=from_body(ours, 200) if "error" in ours else None,
-            **{name: ours.get(name) for name in _AT_END},
+            token_ids=token_ids,
+            prompt_token_ids=own_ids,
+            **at_end,
         )
 
 

@@ -4,20 +4,25 @@ Requests name theirs by `session=...`, as those of a `Session` do.
 """
 
 from mallee.client.calls import Budget, Call, given, query_of, quoted
-from mallee.client.html import nodes_html
+from mallee.client.html import Rows, nodes_html, nodes_text
 from mallee.protocol.api import sessions as protocol
 
 
 class SessionTree(protocol.SessionTree, frozen=True, kw_only=True):
     """A session with its capsules, oldest first. `children`: sessions whose parent it is."""
 
+    def __str__(self) -> str:
+        """The tree of its capsules."""
+        return nodes_text(*self._drawn())
+
     def _repr_html_(self) -> str:
         """The tree of its capsules, which notebooks show."""
+        return nodes_html(*self._drawn())
+
+    def _drawn(self) -> tuple[str, Rows]:
         below = f", below {self.parent}" if self.parent else ""
-        return nodes_html(
-            f"session {self.id}{below}",
-            [(node.capsule, node.parent, words(node)) for node in self.nodes],
-        )
+        rows = [(node.capsule, node.parent, words(node)) for node in self.nodes]
+        return f"session {self.id}{below}", rows
 
 
 def words(node: protocol.SessionNode) -> str:

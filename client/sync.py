@@ -23,15 +23,17 @@ from mallee.client.base import (
     DELETE_TIMEOUT_S,
     NO_HEADERS,
     READY_S,
+    Listed,
     failing_as,
     openai_options,
     ready_waits,
     retry_after_s,
+    spelled,
     was_cut,
 )
 from mallee.client.calls import Call
 from mallee.client.critic import Critic, Score
-from mallee.client.errors import ConnectionFailed, StreamBroken, from_body
+from mallee.client.errors import ConnectionFailed, StreamBroken, Timeout, from_body
 from mallee.client.html import tree_html
 from mallee.client.results import (
     BranchEvent,
@@ -66,6 +68,7 @@ if TYPE_CHECKING:
     from mallee.search.scores import Verifier
 
 
+@spelled
 class Asking(ABC):
     """Requests for answers and capsules, of a client or of one of its sessions."""
 
@@ -181,7 +184,7 @@ class Asking(ABC):
 
     def search(
         self,
-        policy: "Policy",
+        policy: "Policy | str",
         prompt: calls.Prompt | None = None,
         *,
         messages: Sequence[calls.Message] | None = None,
@@ -198,8 +201,9 @@ class Asking(ABC):
         See `Capsule.search`. Its capsule is deleted at the end; those of the tree's nodes stay while
         there is room, as an answer's do.
         """
-        from mallee.client.searches.remote import at_gateway
+        from mallee.client.searches.remote import at_gateway, policy_of
 
+        policy = policy_of(policy)
         asked: dict[str, Any] = {"score": score, "seed": seed, "budget": budget, "ends": ends}
         if at_gateway(where):
             begin = {"prompt": prompt, "messages": messages}
@@ -286,6 +290,7 @@ class Asking(ABC):
         return self._open(calls.fork(capsule, branches, self._params(params)))
 
 
+@spelled
 class Mallee(Asking):
     """A client of one service, and a context manager.
 
@@ -293,7 +298,8 @@ class Mallee(Asking):
     `model` goes with every request that names none. `timeout` bounds every wait for bytes: a server
     that sends nothing for so many seconds ends the call with ConnectionFailed or StreamBroken. A request that
     is refused with 429 or 503 and a time is sent again after it, up to `max_retries` times. `http_client` has
-    proxies and certificates of yours; its owner closes it.
+    proxies and certificates of yours; its owner closes it. `session`: of requests that name none, so that the
+    web page shows them as one tree; True makes up a name.
     Raises InvalidParameter for a `base_url` without http:// or https://, and for a client of another kind.
     """
 
@@ -307,6 +313,7 @@ class Mallee(Asking):
         max_retries: int = DEFAULT_MAX_RETRIES,
         default_headers: Mapping[str, str] = NO_HEADERS,
         http_client: "httpx.Client | None" = None,
+        session: str | bool = False,
     ) -> None:
         import httpx
 
@@ -315,6 +322,7 @@ class Mallee(Asking):
             raise InvalidParameter("http_client", type(http_client).__name__, remedy)
         self.base_url = calls.checked_url(base_url)
         self.model = model
+        self.session_name = sessions.made_up() if session is True else session or None
         self.timeout = timeout
         self.max_retries = calls.checked_retries(max_retries)
         self._headers = {"Content-Type": "application/json", **default_headers}
@@ -359,6 +367,9 @@ class Mallee(Asking):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _params(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        return super()._params({"session": self.session_name, **params})
 
     def close(self) -> None:
         """Close the connections. Capsules stay where they are."""
@@ -616,7 +627,79 @@ class Session(Asking):
         return f"{type(self).__name__}({self.id!r}, root={self.root!r})"
 
 
-class Capsule:
+@spelled
+class Forking(ABC):
+    """A state that branches go on from: a capsule, or the end of a branch."""
+
+    __slots__ = ()
+    is_open: bool = False
+
+    @abstractmethod
+    def _origin(self) -> "tuple[Asking, str, str | None]":
+        """The client, the capsule and its salt. Raises NoCapsule."""
+
+    def fork(
+        self,
+        branches: calls.Forks | None = None,
+        *,
+        n: int | None = None,
+        messages: calls.Messages | Sequence[calls.Messages] | None = None,
+        suffixes: Sequence[calls.Suffix] | None = None,
+        at: int | None = None,
+        **params: Unpack[calls.Sampling],
+    ) -> "Branches":
+        """Continue once per suffix (text, token ids, or {"messages": [...]}), or n times.
+
+        `fork("and")` is one branch: a lone text or object is one suffix. Token ids stand in a list of
+        suffixes, as in `fork([[1, 2, 3]])`. `messages`: those of one branch, or a list of such for several.
+        `n` beside suffixes or messages: so many branches of each, in a row.
+
+        With `at` the branches continue the first so many tokens. {"type": "inherit"} as `response_format`
+        goes on inside the object in which the branch was cut.
+        Raises NoCapsule, and InvalidParameter for what is none of these, and for forks of an open
+        conversation that add no message.
+        """
+        forks = calls.forks(branches, n, messages, suffixes)
+        if isinstance(forks, int):
+            self._need_closed("n", forks)
+        client, capsule, salt = self._origin()
+        return client._fork(capsule, forks, {"at": at, "cache_salt": salt, **params})
+
+    @overload
+    def ask(self, questions: str, **params: Unpack[calls.Sampling]) -> "Branch": ...
+
+    @overload
+    def ask(
+        self, questions: list[str] | tuple[str, ...], **params: Unpack[calls.Sampling]
+    ) -> "list[Branch]": ...
+
+    def ask(
+        self, questions: str | list[str] | tuple[str, ...], **params: Unpack[calls.Sampling]
+    ) -> "Branch | list[Branch]":
+        """The finished answer to a user's message that goes on in the conversation; of several a list."""
+        asked = [questions] if isinstance(questions, str) else questions
+        messages = [[{"role": "user", "content": each}] for each in asked]
+        branches = self.fork(messages=messages, **params).wait()
+        return branches[0] if isinstance(questions, str) else branches
+
+    def restore(self, **params: Unpack[calls.Going]) -> "Branches":
+        """Go on as the very branch that the state was taken from.
+
+        Its sampling, stream of draws, limits, penalties and form go on; with `at` from an earlier token of
+        its answer, with `max_tokens` for so many tokens more. Raises NoCapsule, and InvalidParameter for a
+        prompt's capsule.
+        """
+        client, capsule, salt = self._origin()
+        return client._restore(capsule, {"cache_salt": salt, **params})
+
+    def _need_closed(self, param: str, value: object) -> None:
+        if self.is_open:
+            remedy = "the conversation was left open; ask(...) it, fork it with messages=[...], or prefill it with add_generation_prompt=True"
+            raise InvalidParameter(param, value, remedy)
+
+
+@spelled
+class Capsule(Forking):
     """A prompt's state on its worker, or a branch's.
 
     As a context manager it is kept inside the block, and deleted at its end, come what may. `is_open`: its
@@ -639,11 +722,11 @@ class Capsule:
         self.is_open = is_open
         self.data = data
 
-    def wait(self, *, timeout_s: float = READY_S) -> Self:
-        """Return once it is computed. Raises what its prefill failed by, Unavailable after `timeout_s`."""
+    def wait(self, *, timeout: float = READY_S) -> Self:
+        """Return once it is computed. Raises what its prefill failed by, Timeout after so many seconds."""
         from time import sleep
 
-        for wait_s in ready_waits(self.id, timeout_s):
+        for wait_s in ready_waits(self.id, timeout):
             sleep(wait_s)
             call = calls.of_capsule("GET", self.id, self._cache_salt)
             data = read_as(self._client._send(call), CapsuleData)
@@ -654,35 +737,12 @@ class Capsule:
                 break
         return self
 
-    def fork(
-        self, branches: calls.Forks, *, at: int | None = None, **params: Unpack[calls.Sampling]
-    ) -> "Branches":
-        """Continue once per suffix (text, token ids, or {"messages": [...]}), or n times.
-
-        `fork("and")` is one branch: a lone text or object is one suffix. Token ids stand in a list of
-        suffixes, as in `fork([[1, 2, 3]])`.
-
-        With `at` the branches continue the capsule's first so many tokens. {"type": "inherit"} as
-        `response_format` goes on inside the object in which the capsule's branch was cut.
-        Raises InvalidParameter for what is none of these, and for forks of an open conversation that add no
-        message.
-        """
-        if isinstance(branches, int):
-            self._need_closed("branches", branches)
-        salt = {"cache_salt": self._cache_salt}
-        return self._client._fork(self.id, branches, {"at": at, **salt, **params})
-
-    def restore(self, **params: Unpack[calls.Going]) -> "Branches":
-        """Go on as the very branch that the capsule was taken from.
-
-        Its sampling, stream of draws, limits, penalties and form go on; with `at` from an earlier token of
-        its answer, with `max_tokens` for so many tokens more. Raises InvalidParameter for a prompt's capsule.
-        """
-        return self._client._restore(self.id, {"cache_salt": self._cache_salt, **params})
+    def _origin(self) -> "tuple[Asking, str, str | None]":
+        return (self._client, self.id, self._cache_salt)
 
     def search(
         self,
-        policy: "Policy",
+        policy: "Policy | str",
         *,
         score: "Value | Verifier | LogprobScore | ServiceUrl" = "mean_logprob",
         seed: int = 0,
@@ -693,14 +753,16 @@ class Capsule:
     ) -> "SearchResult":
         """Search for the best text that goes on from here; see docs/sdk.md.
 
+        `policy` may be the name of one, as "beam", with its defaults.
         `score`: a function of a text (from here on), a `Verifier`, "mean_logprob" or "sum_logprob". `ends`: a
         step with one of these texts ends an answer. One `seed` makes one tree. What `score` raises ends
         the search, and is raised here. `where="gateway"` runs the policy there, by one call, which no
         function can value. Raises InvalidParameter.
         """
         from mallee.client.searches.local import run
-        from mallee.client.searches.remote import at_gateway
+        from mallee.client.searches.remote import at_gateway, policy_of
 
+        policy = policy_of(policy)
         self._need_closed("policy", policy)
         asked: dict[str, Any] = {"score": score, "seed": seed, "budget": budget, "ends": ends}
         asked["params"] = {"cache_salt": self._cache_salt, **params}
@@ -713,6 +775,12 @@ class Capsule:
         salt = self._cache_salt
         call = calls.of_capsule("GET", self.id, salt, "/text", start=start or None)
         return str(self._client._send(call)["text"])
+
+    def token_ids(self, start: int = 0) -> list[int]:
+        """Its tokens from number `start` on. Raises NotFound."""
+        salt, query = (self._cache_salt, {"start": start or None, "return_token_ids": True})
+        call = calls.of_capsule("GET", self.id, salt, "/text", **query)
+        return list(self._client._send(call)["token_ids"])
 
     def rewind(self, to: int, *, ttl_s: float | None = None) -> "Capsule":
         """A capsule of the first `to` tokens; this one stays as it is."""
@@ -781,11 +849,6 @@ class Capsule:
         with suppress(*((UnknownCapsule,) if kind is None else (MalleeError, RuntimeError))):
             self._client._send(call, limit_s=DELETE_TIMEOUT_S, max_retries=0)
 
-    def _need_closed(self, param: str, value: object) -> None:
-        if self.is_open:
-            remedy = 'the conversation was left open; fork it with {"messages": [...]}, or prefill it with add_generation_prompt=True'
-            raise InvalidParameter(param, value, remedy)
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.id!r}, worker={self.worker!r}, tokens={self.tokens})"
 
@@ -798,23 +861,14 @@ def _pieces(file: BinaryIO, counted: files.Counted) -> Iterator[bytes]:
 
 
 @dataclass(slots=True, repr=False)
-class Branch(BranchState):
+class Branch(BranchState, Forking):
     """One branch's answer so far, which can be forked where it ended, and captured while it runs."""
 
     client: Asking | None = field(default=None, compare=False)
     cache_salt: str | None = field(default=None, compare=False)
 
-    def fork(
-        self, branches: calls.Forks, *, at: int | None = None, **params: Unpack[calls.Sampling]
-    ) -> "Branches":
-        """Continue where the branch ended, as `Capsule.fork` does. Raises NoCapsule."""
-        salt = {"cache_salt": self.cache_salt}
-        return self._asking._fork(self.need_capsule(), branches, {"at": at, **salt, **params})
-
-    def restore(self, **params: Unpack[calls.Going]) -> "Branches":
-        """Go on as this very branch, as `Capsule.restore` does. Raises NoCapsule."""
-        salt = {"cache_salt": self.cache_salt}
-        return self._asking._restore(self.need_capsule(), {**salt, **params})
+    def _origin(self) -> "tuple[Asking, str, str | None]":
+        return (self._asking, self.need_capsule(), self.cache_salt)
 
     def pin(self, *, ttl_s: float | None = None) -> Capsule:
         """The capsule where the branch ended, kept as `Capsule.pin` does.
@@ -873,12 +927,12 @@ class Branch(BranchState):
         return self.request_id
 
 
-class Branches:
-    """Branches of one request while they stream. Iterate for events as they arrive, or `wait`.
+class Branches(Listed["Branch"]):
+    """Branches of one request. Iterated, or awaited, they are the list of them finished, as `wait` gives it.
 
-    `branches` maps index to the branch so far. Closing early (or leaving a `with` block) ends the branches
-    that still run. Asynchronously the request is sent when first awaited, iterated or entered; `await` alone
-    sends it.
+    `events` gives what arrives as it does, and `branches` maps index to the branch so far. Closing early (or
+    leaving a `with` block) ends the branches that still run. Asynchronously the request is sent when first
+    awaited, iterated or entered.
     """
 
     def __init__(self, client: Asking, call: Call) -> None:
@@ -893,7 +947,8 @@ class Branches:
         self._num_read = 0
         self._num_known = 0
         self._response: httpx.Response | None = None
-        self._events = self._read()
+        self._error: MalleeError | None = None
+        self._events: Generator[BranchEvent, None, None] | None = None
 
     @property
     def request_id(self) -> str | None:
@@ -905,29 +960,53 @@ class Branches:
         """Tokens of the request, all branches together; None until the last has ended."""
         return self._reader.usage
 
-    def __iter__(self) -> Iterator[BranchEvent]:
+    def events(self) -> Generator[BranchEvent, None, None]:
+        """New text, reasoning and calls of the branches as they arrive, and their ends."""
+        if self._events is None:
+            self._events = self._read()
         return self._events
 
-    def wait(self, *, score: Score | None = None, below: float = 0.0) -> list[Branch]:
+    def wait(
+        self, *, score: Score | None = None, below: float = 0.0, timeout: float | None = None
+    ) -> list[Branch]:
         """All branches, finished, by index. Raises what the stream raises.
 
         `score(branch)`: a critic, in a thread or task beside the reading, again and again with what is there
         of a branch. One that it gives less than `below` is pruned; the others go on undisturbed. What it
         raises ends all that still runs, and is raised here. Asynchronously it may be a coroutine function.
+        `timeout`: after so many seconds the branches that still run end, and Timeout is raised.
         """
         if score is None:
-            for _ in self._events:
+            for _ in self._timely(timeout):
                 pass
         else:
             with self, Critic(self.branches, score, below) as critic:
-                for event in self._events:
+                for event in self._timely(timeout):
                     critic.see(event)
+        if self._error is not None:
+            raise self._error
         return [self.branches[index] for index in sorted(self.branches)]
 
     def close(self) -> None:
         """End what still runs."""
-        self._events.close()
+        self.events().close()
         self._drop()
+
+    def _timely(self, limit_s: float | None) -> Iterator[BranchEvent]:
+        """The events. Raises Timeout if they last longer; silence is told after as long again at most."""
+        if limit_s is None:
+            for event in self.events():
+                yield event
+            return
+        end = time.perf_counter() + limit_s
+        limits = self._opened().request.extensions["timeout"]
+        limits["read"] = min(limit_s, limits["read"] or limit_s)
+        for event in self.events():
+            yield event
+            if time.perf_counter() > end and (not self._reader.is_done):
+                self.close()
+                remedy = "raise wait's timeout; texts so far are in `branches`"
+                raise Timeout(f"{self!r} had not ended", limit_s, remedy)
 
     def __enter__(self) -> Self:
         self._opened()
@@ -953,6 +1032,9 @@ class Branches:
                         raise
                     num_left -= 1
                     self._again()
+        except MalleeError as error:
+            self._error = error
+            raise
         finally:
             self._drop()
 
@@ -988,7 +1070,7 @@ class Branches:
                 if branch is None:
                     salt = self._call.cache_salt
                     branch = Branch(event.index, client=self._client, cache_salt=salt)
-                    branch.request_id = self._reader.request_id
+                    branch.request_id, branch.form = (self._reader.request_id, self._call.form)
                     self.branches[event.index] = branch
                 branch.take(event, self._elapsed_ms())
                 yield event
@@ -1009,4 +1091,6 @@ class Branches:
 
     def __repr__(self) -> str:
         ended = sum(branch.finish_reason is not None for branch in self.branches.values())
-        return f"{type(self).__name__}({self.request_id!r}, {ended} of {len(self.branches)} ended)"
+        num = max(calls.num_branches(self._call), len(self.branches))
+        known = "".join(f", {self.branches[index]!r}" for index in sorted(self.branches))
+        return f"{type(self).__name__}({self.request_id!r}, {ended} of {num} ended{known})"

@@ -48,7 +48,7 @@ def live(
         console=console,
         refresh_per_second=REFRESH_PER_SECOND,
     ) as view:
-        for _ in branches:
+        for _ in branches.events():
             view.update(render(title, state, labels=labels, width=console.width))
     return branches.wait()
 

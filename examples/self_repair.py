@@ -222,7 +222,7 @@ class Repair:
             suffixes, max_tokens=max_tokens, temperature=0.7, seed=seed, stop="```"
         )
         async with fork as branches, asyncio.TaskGroup() as checks:
-            async for event in branches:
+            async for event in branches.events():
                 self._take(event.index, branches, checks)
         return next((each for each in self.attempts if each.state == "passed"), None)
 

@@ -136,8 +136,8 @@ class TimedForward:
             seconds = self._timing.step_s(chunks, len(plan.decodes) + num_drafted, context)
             self.step_s = seconds * self._factor(self.num_passes)
             self.num_passes += 1
-        num_last = sum(chunk.is_last for chunk in plan.chunks)
-        return [None] * (len(plan.decodes) + num_drafted + num_last)
+        num_chunks = sum(chunk.num_logits for chunk in plan.chunks)
+        return [None] * (len(plan.decodes) + num_drafted + num_chunks)
 
     def accept(self, num_tokens: Mapping[Branch, int]) -> None:
         """Do nothing: no state was made."""

@@ -10,6 +10,7 @@
     |  |- KVMemoryExceeded        it does not fit the KV memory of any worker that may take it
     |  |- QuotaTooSmall           it is more than its API key may ever have at once
     |  |- GrammarFailed           an answer can't go on under its grammar
+    |  |- NotSupported            no engine that may take it can do it
     |  |- CapsuleStale            it was made by weights that have been replaced            (409)
     |  |- CapsuleComputing        its prefill has not ended, and only forks can go ahead    (409)
     |  |- WeightsChanged          an answer can't go on: its weights have been replaced     (409)
@@ -76,7 +77,7 @@ may carry and only the HTTP API interprets.
 
 import math
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Final
 
 MAX_SHOWN: Final = 80  # characters of a client's value in a message
@@ -101,6 +102,14 @@ def shown(value: object) -> str:
     """`value` as Python writes it, the beginning of long ones: in short time, however long it is."""
     text = _shown.repr(value)
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
+
+
+def nearest(name: str, known: Iterable[str], otherwise: str = "", prefix: str = "") -> str:
+    """The end of a sentence that refuses `name`: the one of `known` that was meant, if one is near."""
+    from difflib import get_close_matches
+
+    found = get_close_matches(name[:MAX_SHOWN], [*known], 1)
+    return f"the nearest is `{prefix}{found[0]}`" if found else otherwise
 
 
 class MalleeError(Exception):
@@ -273,6 +282,17 @@ class GrammarFailed(BadRequest):
             f"the answer can't go on under its grammar ({reason}); allow more, or make it simpler",
             param="grammar",
             reason=reason,
+        )
+
+
+class NotSupported(BadRequest):
+    """`capability`: the first of what the engines lack; a name of `protocol.capabilities`."""
+
+    code = "not_supported"
+
+    def __init__(self, capability: str, remedy: str) -> None:
+        super().__init__(
+            f"the engines of this service lack {capability!r}: {remedy}", capability=capability
         )
 
 

@@ -277,7 +277,8 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
     about it; empty: the worker itself. `weights`: those of
     this life. `change`: the worker is on its way to others, or was; others begin another life. `metrics_at`:
     host and port of the process's metrics; empty: they are served nowhere. `device`: what it computes on,
-    for people. `serves_kv`: other workers and gateways can read its KV, at the same `address`.
+    for people. `serves_kv`: other workers and gateways can read its KV, at the same `address`. `lacks`: the
+    abilities (`protocol.capabilities`) that its engine has not; names that are not known are of newer ones.
 
     Old gateways read leases of new workers, and the other way round: fields come at the end, with a default,
     and those that go leave their place.
@@ -309,6 +310,7 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
     metrics_at: str = ""
     device: str = ""
     serves_kv: bool = False
+    lacks: tuple[str, ...] = ()
 
     @property
     def is_finishing(self) -> bool:

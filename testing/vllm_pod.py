@@ -65,9 +65,22 @@ class KVPublisher:
             who, _, start = await self._replay.recv_multipart()
             for seq, payload in list(self._batches):
                 if seq >= int.from_bytes(start, "big"):
-                    await self._replay.send_multipart([who, b"", seq.to_bytes(8, "big"), payload])
-            end = (-1).to_bytes(8, "big", signed=True)
-            await self._replay.send_multipart([who, b"", end, b""])
+                    await self._repeat(who, seq.to_bytes(8, "big"), payload)
+            await self._repeat(who, (-1).to_bytes(8, "big", signed=True), b"")
+
+    async def _repeat(self, who: bytes, seq: bytes, payload: bytes) -> None:
+        topic = [] if self._is_positional else [b""]  # SGLang's replays have none
+        await self._replay.send_multipart([who, b"", *topic, seq, payload])
+
+    def source(self) -> dict[str, Any]:
+        """The entry of `/kv_event_sources`."""
+        return {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": f"tcp://*:{self.port}",
+            "replay_endpoint": f"tcp://*:{self.replay_port}",
+            "topic": "",
+        }
 
     def close(self) -> None:
         self._context.destroy(linger=0)
@@ -92,26 +105,38 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def take(self, tokens: Sequence[int]) -> tuple[int, list[dict[str, Any]]]:
-        """The cached tokens of a prompt, which is cached from now on; and the events of that."""
-        size = self.block_size
+    def num_held(self, tokens: Sequence[int], salt: str = "") -> int:
+        """The cached tokens of a prompt; its last one is always computed."""
+        return min(self._held(self._names(tokens, salt)), max(0, len(tokens) - 1))
+
+    def _names(self, tokens: Sequence[int], salt: str) -> list[bytes]:
+        size, parent = self.block_size, salt.encode()
         names: list[bytes] = []
-        parent = b""
         for start in range(0, len(tokens) // size * size, size):
             parent = _name(parent, tokens[start : start + size])
             names.append(parent)
+        return names
+
+    def _held(self, names: Sequence[bytes]) -> int:
+        """Tokens in the leading blocks that are here."""
         held = 0
         while held < len(names) and names[held] in self._blocks:
             held += 1
+        return held * self.block_size
+
+    def take(self, tokens: Sequence[int], salt: str = "") -> tuple[int, list[dict[str, Any]]]:
+        """The cached tokens of a prompt, which is cached from now on; and the events of that."""
+        size, names = self.block_size, self._names(tokens, salt)
+        held = self._held(names) // size
         for name in reversed(names):  # the end of a prompt goes first
             self._blocks[name] = None
             self._blocks.move_to_end(name)
         events: list[dict[str, Any]] = []
         if held < len(names):
             before = names[held - 1] if held else None
-            events.append(
-                stored(names[held:], before, tokens[held * size : len(names) * size], size)
-            )
+            new = tokens[held * size : len(names) * size]
+            keys = {"extra_keys": [[salt], *[None] * (len(names) - 1)]} if salt and not held else {}
+            events.append(stored(names[held:], before, new, size, **keys))
         gone = []
         while len(self._blocks) > self.num_blocks:
             gone.append(self._blocks.popitem(last=False)[0])
@@ -155,6 +180,7 @@ class VllmPod:
         num_blocks: int = 4096,
         timing: PodTiming | None = None,
         publisher: KVPublisher | None = None,
+        tells_sources: bool = False,
         encode: Callable[[str], list[int]] | None = None,
         model: str = "m",
         host: str = "127.0.0.1",
@@ -166,6 +192,7 @@ class VllmPod:
         self.started_at = time.time()
         self.running = self.waiting = 0
         self._timing = timing or PodTiming()
+        self._tells_sources = tells_sources  # as since vLLM 0.32
         self._encode = encode
         self._model = model
         self._where = (host, port)
@@ -243,6 +270,10 @@ class VllmPod:
     async def _answer(self, path: str, body: bytes, writer: asyncio.StreamWriter) -> None:
         if path == "/metrics":
             _write(writer, self.metrics().encode(), "text/plain")
+        elif path == "/kv_event_sources":
+            sources = {"0": self.publisher.source()} if self.publisher is not None else {}
+            status = "200 OK" if self._tells_sources else "404 Not Found"
+            _write(writer, json.dumps(sources).encode(), "application/json", status)
         elif path.endswith("/completions"):
             await self._complete(json.loads(body), writer)
         else:
@@ -307,6 +338,6 @@ async def _read_body(reader: asyncio.StreamReader, headers: dict[str, str]) -> b
     return body
 
 
-def _write(writer: asyncio.StreamWriter, body: bytes, kind: str) -> None:
-    head = f"HTTP/1.1 200 OK\r\ncontent-type: {kind}\r\ncontent-length: {len(body)}\r\n\r\n"
+def _write(writer: asyncio.StreamWriter, body: bytes, kind: str, status: str = "200 OK") -> None:
+    head = f"HTTP/1.1 {status}\r\ncontent-type: {kind}\r\ncontent-length: {len(body)}\r\n\r\n"
     writer.write(head.encode() + body)

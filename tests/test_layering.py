@@ -68,6 +68,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("hosting", "secret"),
         ("build",),
         ("mock", "front"),
+        ("foreign",),
         ("app",),
         ("local",),
     ),

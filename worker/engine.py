@@ -50,7 +50,14 @@ from mallee.worker.capsule_commands import CapsuleCommands, PeerCapsules
 from mallee.worker.capsules.capsule import Capsule
 from mallee.worker.capsules.moves import CapsuleMoves
 from mallee.worker.capsules.registry import CapsuleLimits, CapsuleRegistry
-from mallee.worker.forward import DeviceForward, Drawing, Forward, Logits, Structures
+from mallee.worker.forward import (
+    DeviceForward,
+    Drawing,
+    Forward,
+    Logits,
+    LogprobQuery,
+    Structures,
+)
 from mallee.worker.gaps import HostGap, WorkGaps
 from mallee.worker.kv.audit import Leak, check_tree, find_leaks
 from mallee.worker.kv.journal import Journal
@@ -533,6 +540,8 @@ class Engine:
             branches = (*plan.ready, *plan.decodes, *computed)
             self._sampler.expect(branches, plan.drafts.values())
         logits = self._passes.run(plan)
+        if any(chunk.branch.job.is_scoring for chunk in plan.chunks):
+            logits = self._score(plan, logits)
         drafted = None
         if plan.drafts:
             logits, drafted = _apart(plan, logits)
@@ -554,6 +563,30 @@ class Engine:
         if self._watch is not None:
             self._watch.collected()
         return done, drawn
+
+    def _score(self, plan: Plan, logits: Sequence[Logits]) -> list[Logits]:
+        """Take the log-probabilities of prompts that want them; the logits of all else."""
+        at = len(plan.decodes) + sum(len(draft.tokens) for draft in plan.drafts.values())
+        left = [*logits[:at]]
+        for chunk in plan.chunks:
+            job, own = chunk.branch.job, logits[at : at + chunk.num_logits]
+            at += len(own)
+            if chunk.is_last:
+                left.append(own[-1])
+            if not job.is_scoring:
+                continue
+            command, tokens = job.command, chunk.branch.tokens
+            assert isinstance(command, Generate), "forks have no prompt"
+            known = len(job.scores) - chunk.start  # a part may be computed again
+            following = tokens[len(job.scores) + 1 : chunk.start + len(own) + 1]
+            job.scores += self._forward.logprobs(
+                [
+                    LogprobQuery(each, token, command.prompt_logprobs)
+                    for each, token in zip(own[known:], following, strict=False)
+                ]
+            )
+            job.is_scoring = not chunk.is_last
+        return left
 
     def _launch_ahead(
         self, ahead: AheadPasses, plan: Plan, drawing: Drawing, drawn: Sequence[Branch]
@@ -611,6 +644,7 @@ class Engine:
                     logits=sampled.logits,
                     error=sampled.error,
                     logprobs=sampled.logprobs,
+                    end_token=sampled.end,
                 )
 
     def _collect(self) -> StepResult:

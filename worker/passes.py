@@ -28,7 +28,7 @@ class Passes(Protocol):
     def updates(self) -> UpdateSink: ...
 
     def run(self, plan: Plan) -> Sequence[Logits]:
-        """One Logits for each decode and each last chunk, in this order; valid until the next call.
+        """One Logits for each decode, and those that chunks want, in this order; valid until the next call.
 
         Of a decode with a draft one more for each token of that, behind its own.
         """
@@ -106,7 +106,7 @@ class ForwardPasses:
             ]
         for chunk in plan.chunks:
             table = flatten(node_of(chunk.branch), size)
-            rows.append(Row(_ids(chunk.tokens), chunk.start, table, int(chunk.is_last)))
+            rows.append(Row(_ids(chunk.tokens), chunk.start, table, chunk.num_logits))
         if not self._has_sides:
             return rows
         branches = (*plan.decodes, *(chunk.branch for chunk in plan.chunks))

@@ -22,6 +22,7 @@ from mallee.protocol.messages import (
     CapsuleStatus,
     Capture,
     Cut,
+    EndToken,
     FinishReason,
     Fork,
     Inject,
@@ -414,6 +415,7 @@ class RequestTable:
         logits: Logits = None,
         error: MalleeError | None = None,
         logprobs: tuple[TokenLogprobs, ...] = (),
+        end_token: EndToken | None = None,
     ) -> None:
         left: Capsule | None = None
         kept: Kept = ""
@@ -433,6 +435,7 @@ class RequestTable:
                 error=error,
                 kept=kept,
                 retained=retained,
+                token=end_token,
             )
             self._updates.emit(branch, tokens, logprobs, end)
         self._retire(branch, error)

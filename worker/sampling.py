@@ -18,6 +18,7 @@ import numpy as np
 
 from mallee.protocol.errors import GrammarFailed, InvalidParameter, MalleeError
 from mallee.protocol.messages import (
+    EndToken,
     FinishReason,
     Fork,
     Generate,
@@ -77,6 +78,7 @@ class Sampled(msgspec.Struct, frozen=True):
     logprobs: tuple[TokenLogprobs, ...] = ()
     error: MalleeError | None = None
     num_draws: int = 1
+    end: EndToken | None = None
 
 
 class _Masks(NamedTuple):
@@ -361,6 +363,7 @@ class StepSampler:
                 new.finish,
                 last.logprobs + new.logprobs,
                 num_draws=last.num_draws + 1,
+                end=new.end,
             )
 
     # Draws, inside
@@ -445,7 +448,8 @@ class StepSampler:
         constraint = answer.constraint
         is_eos = token in self._eos and (constraint is not None or not job.limits.ignore_eos)
         if is_eos or token in answer.rules.stop_ids:
-            return Sampled(branch, logits, (), "stop")
+            end = (token, logprobs[0] if logprobs else None)
+            return Sampled(branch, logits, (), "stop", end=end)
         if constraint is not None:
             constraint.advance(token)
             if constraint.matcher.error:

@@ -8,6 +8,7 @@ from mallee.protocol.errors import MalleeError
 from mallee.protocol.messages import (
     ALL_BRANCHES,
     CapsuleReply,
+    EndToken,
     FinishReason,
     Frame,
     Generate,
@@ -32,6 +33,7 @@ class End(NamedTuple):
     error: MalleeError | None
     kept: Kept
     retained: Retained | None
+    token: EndToken | None = None
 
 
 class UpdateSink(Protocol):
@@ -100,6 +102,9 @@ class FrameSink:
         drafts, answer = None, branch.answer
         if answer is not None and answer.untold_drafts is not None:
             drafts, answer.untold_drafts = answer.untold_drafts, None
+        scores: tuple[TokenLogprobs, ...] = ()
+        if job.scores and not position:  # the first of a branch
+            scores = tuple(job.scores)
         if end is None:
             update = Update(
                 request,
@@ -111,6 +116,7 @@ class FrameSink:
                 position=position,
                 drafts=drafts,
                 injected=injected,
+                prompt_logprobs=scores,
             )
         else:
             update = Update(
@@ -128,12 +134,17 @@ class FrameSink:
                 kept=end.kept,
                 retained=end.retained,
                 drafts=drafts,
+                end_token=end.token,
+                prompt_logprobs=scores,
             )
         self._updates.setdefault(job.gateway, []).append(update)
 
     def refuse(self, gateway: str, request: str, error: MalleeError) -> None:
         """`request` never began."""
-        update = Update(request, ALL_BRANCHES, finish="error", error=error.to_wire())
+        self.tell(gateway, Update(request, ALL_BRANCHES, finish="error", error=error.to_wire()))
+
+    def tell(self, gateway: str, update: Update) -> None:
+        """An update that is made already."""
         self._updates.setdefault(gateway, []).append(update)
 
     def reply(self, gateway: str, reply: CapsuleReply) -> None:

@@ -11,7 +11,14 @@ from typing import Any, NamedTuple, TypeVar
 
 from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.weights import WeightSource
-from mallee.actors.hosting.worker import STOP_S, Capacity, Results, Worker
+from mallee.actors.hosting.worker import (
+    STOP_S,
+    Capacity,
+    Grammars,
+    Identity,
+    Results,
+    Worker,
+)
 from mallee.protocol.errors import MalleeError, WorkerLost
 from mallee.protocol.events import Load, Snapshot
 from mallee.protocol.messages import Command
@@ -78,11 +85,9 @@ class EngineThread:
     def next_seq(self) -> int:
         return self.engine.next_seq
 
-    def is_prepared(self, command: Command) -> bool:
-        return self.engine.is_prepared(command)
-
-    def prepare(self, command: Command) -> None:
-        self.engine.prepare(command)
+    @property
+    def grammars(self) -> Grammars:
+        return self.engine
 
     def turn_age(self, now: float) -> float:
         """Seconds that the turn under way has lasted; 0 while the thread waits."""
@@ -278,10 +283,19 @@ def _reject(future: asyncio.Future[Any], error: Exception) -> None:
         future.set_exception(error)
 
 
+def identity_of(engine: Engine) -> Identity:
+    """Of a worker whose engine is one of ours."""
+    # Without tiers the tree evicts from its leaves.
+    is_prefix_closed = not engine.has_tiers
+    return Identity(engine.worker, engine.incarnation, engine.spec, is_prefix_closed)
+
+
 def make_worker(host: Host, engine: Engine, capacity: Capacity) -> Worker:
     """`engine` as a worker of `host`, which computes in a thread of its own once it is started."""
     make_runner = partial(EngineThread, engine, clock=host.clock)
-    return Worker(engine, host, capacity, make_runner, spans=host.spans_of(engine.worker))
+    return Worker(
+        identity_of(engine), host, capacity, make_runner, spans=host.spans_of(engine.worker)
+    )
 
 
 def add_engine(

@@ -245,6 +245,8 @@ class Host:
             raise WorkerLost(holder.worker, "that life of it is over")
         if worker.failure is not None:
             raise WorkerLost(holder.worker, worker.failure)
+        if worker.runner.lend is None:
+            raise WorkerLost(holder.worker, "its engine lends no KV")
         return worker.runner.lend(ask)
 
     # Requests of gateways

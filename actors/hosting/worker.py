@@ -11,9 +11,10 @@ from msgspec import structs
 
 from mallee.actors.hosting.compiler import Done
 from mallee.actors.hosting.waits import Answered, Waits
+from mallee.protocol.capabilities import Capability
 from mallee.protocol.errors import InvalidParameter, MalleeError, Unavailable, WorkerLost
 from mallee.protocol.events import EventBatch, Lease, Load, Snapshot
-from mallee.protocol.ids import WorkerId
+from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import (
     ALL_BRANCHES,
     Command,
@@ -23,11 +24,10 @@ from mallee.protocol.messages import (
     Prefill,
     Update,
 )
-from mallee.protocol.model import WeightChange
+from mallee.protocol.model import ModelSpec, WeightChange
 from mallee.protocol.parcels import Report
 from mallee.protocol.subjects import check_token
 from mallee.runtime.telemetry.logs import ids, stack_of
-from mallee.worker.engine import Engine
 from mallee.worker.records import StepResult
 from mallee.worker.transfer.values import Ask, Loan
 
@@ -36,6 +36,16 @@ if TYPE_CHECKING:
     from mallee.runtime.telemetry.tracing.workers import WorkerSpans
 
 log = logging.getLogger(__name__)
+
+
+class Identity(NamedTuple):
+    """One life of a worker, and its engine, for the lease."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    model: ModelSpec
+    is_prefix_closed: bool = True  # with any block it holds all before it
+    lacks: tuple[Capability, ...] = ()
 
 
 class Capacity(NamedTuple):
@@ -60,8 +70,36 @@ STOP_S: Final = 10.0  # that the end of a runner is waited for where nothing dep
 NO_DEMAND = Demand(rows=0, waiting=0, max_rows=0, needed_blocks=0.0, num_blocks=0)
 
 
+class Grammars(Protocol):
+    """Compiles grammars ahead of the commands that need them."""
+
+    def is_prepared(self, command: Command) -> bool:
+        """`Engine.is_prepared`. From any thread."""
+        ...
+
+    def prepare(self, command: Command) -> None:
+        """`Engine.prepare`, from any thread."""
+        ...
+
+
 class Runner(Protocol):
-    """Computes for a worker: an engine in a thread of its own, or a mocked one in the loop."""
+    """Computes for a worker: an engine in a thread of its own, a mocked one in the loop, or a foreign one.
+
+    Commands that its engine can't do (`Identity.lacks`) are refused by name, in a frame.
+    """
+
+    @property
+    def grammars(self) -> Grammars | None:
+        """None: commands need no preparation."""
+        ...
+
+    @property
+    def lend(self) -> Callable[[Ask], Loan] | None:
+        """Lends the engine's blocks, from any thread but the engine's and the event loop's. None: it can't.
+
+        Raises UnknownCapsule, IncompatibleCapsule, LoansFull, WorkerLost.
+        """
+        ...
 
     def start(self) -> None: ...
 
@@ -75,14 +113,6 @@ class Runner(Protocol):
 
     def turn_age(self, now: float) -> float:
         """Seconds that a turn of computing has lasted; 0 where none can hang."""
-        ...
-
-    def is_prepared(self, command: Command) -> bool:
-        """`Engine.is_prepared`."""
-        ...
-
-    def prepare(self, command: Command) -> None:
-        """`Engine.prepare`, from any thread."""
         ...
 
     def submit(self, gateway: str, commands: Sequence[Command]) -> asyncio.Future[None] | None:
@@ -99,13 +129,6 @@ class Runner(Protocol):
 
     def load(self) -> asyncio.Future[Load]:
         """The engine's load after the step under way. Cancelled if there won't be an answer."""
-        ...
-
-    def lend(self, ask: Ask) -> Loan:
-        """A loan of the engine's blocks. From any thread but the engine's and the event loop's.
-
-        Raises UnknownCapsule, IncompatibleCapsule, LoansFull, WorkerLost.
-        """
         ...
 
     def abort(self, error: Exception) -> None:
@@ -168,7 +191,7 @@ class Worker:
 
     def __init__(
         self,
-        engine: Engine,
+        identity: Identity,
         outlet: Outlet,
         capacity: Capacity,
         make_runner: Callable[[Results], Runner],
@@ -179,12 +202,12 @@ class Worker:
 
         Raises ConfigError if the worker's name can't be part of a subject.
         """
-        self.worker = WorkerId(check_token(engine.worker, "worker"))
-        self.incarnation = engine.incarnation
+        self.identity = identity
+        self.worker = WorkerId(check_token(identity.worker, "worker"))
+        self.incarnation = identity.incarnation
         self._outlet = outlet
         self._spans = spans
-        self.model = engine.spec
-        self._has_tiers = engine.has_tiers
+        self.model = identity.model
         self.capacity = capacity
         self.meter: EngineMeter | None = None  # None: nothing reads it
         self._open: dict[str, dict[str, int]] = {}  # gateway -> request: branches not ended
@@ -237,9 +260,10 @@ class Worker:
         if self._spans is not None:
             self._trace(self._spans, gateway, commands)
         waits = self._waits.get(gateway)
-        if waits is None and all(map(self.runner.is_prepared, commands)):
+        grammars = self.runner.grammars
+        if grammars is None or (waits is None and all(map(grammars.is_prepared, commands))):
             return self._hand_over(gateway, commands)
-        waits = waits or self._waits.setdefault(gateway, Waits(self.runner.is_prepared))
+        waits = waits or self._waits.setdefault(gateway, Waits(grammars.is_prepared))
         admitted = waits.admit(commands)
         for command, error in admitted.refused:
             self._refuse(gateway, command, error)
@@ -277,8 +301,9 @@ class Worker:
 
     def _prepare(self, gateway: str, waits: Waits, command: Answered) -> None:
         """In the thread for grammars: compile that of `command`."""
-        if self._is_waiting(gateway, waits, command):
-            self.runner.prepare(command)
+        grammars = self.runner.grammars
+        if grammars is not None and self._is_waiting(gateway, waits, command):
+            grammars.prepare(command)
 
     def _compiled(
         self, gateway: str, waits: Waits, command: Answered, error: BaseException | None
@@ -495,7 +520,7 @@ class Worker:
             next_seq=self._published_seq,
             is_leaving=is_leaving,
             load=None if load is None else structs.replace(load, use=None),
-            is_prefix_closed=not self._has_tiers,  # the tree evicts from its leaves
+            is_prefix_closed=self.identity.is_prefix_closed,
             host="" if host == self.worker else host,
             is_draining=self.is_draining,
             weights=self.model.weights,
@@ -504,6 +529,7 @@ class Worker:
             serves_kv=serves_kv,
             metrics_at=metrics_at,
             device=device,
+            lacks=self.identity.lacks,
         )
 
     def check(self) -> None:

@@ -19,6 +19,7 @@ from mallee.actors.build import (
     resolve,
     served_name,
 )
+from mallee.actors.hosting.engine import identity_of
 from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.worker import Capacity, Worker
 from mallee.actors.mock.device import LiveDevice
@@ -315,7 +316,7 @@ class MockFleet:
         capacity = Capacity(config.engine.block_size, self.plan.num_blocks, max_rows)
         make_runner = partial(MockRunner, mocked, self._pacer, clock=time.monotonic, device=device)
         spans = self.host.spans_of(name)
-        return Worker(mocked.engine, self.host, capacity, make_runner, spans=spans)
+        return Worker(identity_of(mocked.engine), self.host, capacity, make_runner, spans=spans)
 
     def _device_of(self, name: WorkerId) -> LiveDevice | None:
         """The device of a worker, by the order in which names came; None if each has its own."""

@@ -7,14 +7,12 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import TypeAlias
 
-from mallee.actors.hosting.worker import STOP_S, Results
+from mallee.actors.hosting.worker import STOP_S, Grammars, Results
 from mallee.actors.mock.device import LiveDevice
 from mallee.actors.mock.pacer import Pacer
 from mallee.mocker.engine import MockedEngine
-from mallee.protocol.errors import WorkerLost
 from mallee.protocol.events import Load, Snapshot
 from mallee.protocol.messages import Command
-from mallee.worker.transfer.values import Ask, Loan
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +29,8 @@ class MockRunner:
     pace. Where the loop can't follow every step of every engine, several are reported at once, at the
     time of the last.
     """
+
+    lend = None  # it has no bytes
 
     def __init__(
         self,
@@ -68,11 +68,9 @@ class MockRunner:
     def turn_age(self, now: float) -> float:
         return 0.0
 
-    def is_prepared(self, command: Command) -> bool:
-        return self._mocked.engine.is_prepared(command)
-
-    def prepare(self, command: Command) -> None:
-        self._mocked.engine.prepare(command)
+    @property
+    def grammars(self) -> Grammars:
+        return self._mocked.engine
 
     def submit(self, gateway: str, commands: Sequence[Command]) -> None:
         self._put((gateway, commands))
@@ -98,9 +96,6 @@ class MockRunner:
             elif not self._mocked.is_busy:
                 self._answer()
         return self._load
-
-    def lend(self, ask: Ask) -> Loan:
-        raise WorkerLost(self._mocked.engine.worker, "a mocked engine has no bytes to lend")
 
     def abort(self, error: Exception) -> None:
         for answer in self._snapshots:

@@ -39,7 +39,7 @@ from mallee.protocol.api.capsules import (
     RewindRequest,
 )
 from mallee.protocol.api.generate import ForkRequest, RestoreRequest
-from mallee.protocol.api.shared import AnyRequest
+from mallee.protocol.api.shared import OMITTED, AnyRequest
 from mallee.protocol.errors import InvalidParameter, QuotaExceeded, QuotaTooSmall
 from mallee.protocol.ids import CapsuleId, RequestId
 
@@ -71,6 +71,7 @@ class CapsuleHandlers:
     async def text(self, request: Request) -> Response:
         """The text from token `start` on; a character that begins before it is left out."""
         capsule, asked = _capsule(request), request.query_params.get("start", "0")
+        returns_ids = read_bool(request.query_params, "return_token_ids")
         if not (asked.isascii() and asked.isdecimal() and len(asked) <= MAX_START_DIGITS):
             raise InvalidParameter("start", asked, "give the number of tokens to leave out")
         reading = self._gateway.capsules.tokens(capsule, self._asking.scope(request))
@@ -84,7 +85,15 @@ class CapsuleHandlers:
 
         is_large = len(tokens) - start > MAX_INLINE_TOKENS
         text = await self._asking.off_loop(request, decode) if is_large else decode()
-        return json_response(CapsuleText(id=capsule, start=start, tokens=len(tokens), text=text))
+        return json_response(
+            CapsuleText(
+                id=capsule,
+                start=start,
+                tokens=len(tokens),
+                text=text,
+                token_ids=tokens[start:].tolist() if returns_ids else OMITTED,
+            )
+        )
 
     async def list(self, request: Request) -> Response:
         bulk = self._bulk(request, ("limit", "after"))

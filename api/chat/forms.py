@@ -2,12 +2,16 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
+from llguidance import LLMatcher, grammar_from
+
 from mallee.api.grammars import OutputFormat
+from mallee.api.schemas import enforceable
 from mallee.api.text.answers import Thinking
 from mallee.api.text.conversation import Function
-from mallee.api.text.tools.lark import ANY_TEXT, Lark
+from mallee.api.text.tools.lark import ANY_TEXT, FREE, Lark
 from mallee.api.text.tools.parser import ToolFormat
 from mallee.protocol.errors import BadRequest, InvalidParameter
 from mallee.protocol.messages import Grammar
@@ -18,13 +22,20 @@ _SHAPES: Final = (
     ' {"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}'
 )
 _GAP: Final = r"/\n{0,2}/"  # behind the reasoning
+MAX_HELD_NBYTES: Final = 40 << 10
+"""Of the schemas and rules of functions that aren't strict; those beyond are free."""
+_RULE_NBYTES: Final = 256
 
 
 class ToolChoice(NamedTuple):
-    """`functions` are those that may be called; the prompt may show more."""
+    """`functions` are those that may be called; the prompt may show more.
+
+    `is_named`: the client names the one that is called, once.
+    """
 
     mode: Mode
     functions: Mapping[str, Function]
+    is_named: bool = False
 
 
 def read_choice(value: Any, functions: tuple[Function, ...]) -> ToolChoice:
@@ -38,7 +49,7 @@ def read_choice(value: Any, functions: tuple[Function, ...]) -> ToolChoice:
         return ToolChoice(value if known else "none", known)
     match value:
         case {"type": "function", "function": {"name": str(name)}}:
-            return ToolChoice("required", _chosen([name], known))
+            return ToolChoice("required", _chosen([name], known), is_named=True)
         case {"type": "allowed_tools", "allowed_tools": {"tools": list(tools), **more}}:
             mode = more.get("mode", "auto")
             if mode not in ("auto", "required"):
@@ -80,10 +91,12 @@ def answer_form(
     `thinking`: the model may reason first; `is_open`: it does so already. Raises InvalidParameter.
     """
     is_strict = any(function.is_strict for function in choice.functions.values())
+    several = several and not choice.is_named
     if choice.mode == "auto" and several and not is_strict and output.grammar is None:
         return output
     lark = Lark(added_tokens)
-    opening = form.grammar(lark, choice.functions, several=several)
+    functions, freed = _held(choice.functions)
+    opening = form.grammar(lark, functions, several=several)
     calls = f"{lark.literal(opening)} calls".strip()
     if choice.mode == "required":
         start = calls
@@ -95,7 +108,66 @@ def answer_form(
     else:
         start = f"{calls} | {lark.add('plain_text', _not_beginning(form.starts))}"
     start = _after_thinking(lark, start, thinking, is_open=is_open)
-    return OutputFormat(Grammar("lark", lark.build(start)), "tools").checked()
+    return OutputFormat(Grammar("lark", lark.build(start)), "tools", freed).checked()
+
+
+def thought_form(
+    output: OutputFormat, added_tokens: Mapping[str, int], thinking: Thinking, *, is_open: bool
+) -> OutputFormat:
+    """The form `output` of what follows the reasoning. Raises InvalidParameter."""
+    grammar = output.grammar
+    assert grammar is not None, "a free answer has no form"
+    lark = Lark(added_tokens)
+    if grammar.kind in ("json_schema", "json_object"):
+        form = lark.json("form", _schema(grammar, output.param), is_loose=True)
+    elif grammar.kind == "choice":
+        form = lark.add("form", " | ".join(map(json.dumps, json.loads(grammar.source))))
+    else:
+        form = lark.add("form", f"%lark {{\n{_lark(grammar, output.param)}\n}}")
+    start = _after_thinking(lark, form, thinking, is_open=is_open)
+    return OutputFormat(Grammar("lark", lark.build(start)), output.param).checked()
+
+
+def _lark(grammar: Grammar, param: str) -> str:
+    """Also of a regular expression, and of the older notation with ::=."""
+    if grammar.kind == "regex":
+        made = json.loads(LLMatcher.grammar_from_regex(grammar.source))
+        text: str = made["grammars"][0]["lark_grammar"]
+        return text
+    if "::=" not in grammar.source:
+        return grammar.source
+    try:
+        return grammar_from("gbnf", grammar.source).removeprefix("%llguidance {}")
+    except ValueError as error:
+        raise InvalidParameter(param, grammar.source, str(error)) from error
+
+
+def _held(functions: Mapping[str, Function]) -> tuple[dict[str, Function], tuple[str, ...]]:
+    """The functions with schemas that a grammar can have, and places in those that it can't.
+
+    Arguments of functions that aren't strict are free then, as any object. Raises InvalidParameter for strict
+    ones.
+    """
+    found, freed, nbytes = dict[str, Function](), list[str](), 0
+    for name, function in functions.items():
+        given, is_strict = function.parameters, function.is_strict
+        place = f"tools.{name}"
+        try:
+            schema = enforceable(given, place, may_overlap=is_strict) if given else {}
+        except InvalidParameter as error:
+            if is_strict:
+                raise
+            schema, place = dict(FREE), error.fields["param"]
+        size = _RULE_NBYTES + len(json.dumps(schema))
+        is_free = schema == FREE
+        if not is_free and not is_strict and nbytes + size > MAX_HELD_NBYTES:
+            schema, is_free = dict(FREE), True
+        if is_free and given != FREE:
+            freed.append(place)
+        elif not is_free:
+            nbytes += size
+        found[name] = replace(function, parameters=schema)
+    return found, tuple(freed)
 
 
 def _after_thinking(lark: Lark, start: str, thinking: Thinking | None, *, is_open: bool) -> str:

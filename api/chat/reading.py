@@ -6,7 +6,7 @@ from functools import cache
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
-from mallee.api.chat.forms import answer_form, read_choice
+from mallee.api.chat.forms import answer_form, read_choice, thought_form
 from mallee.api.grammars import FORM_FIELDS, FREE_TEXT, OutputFormat, read_output_format
 from mallee.api.prompts import PromptReader, RenderedPrompt
 from mallee.api.text.answers import THINKING, Reading, Thinking, thinking_of
@@ -71,13 +71,44 @@ class ChatReader:
 
     def read(self, request: ChatRequest, scope: str) -> Chat:
         """Raises BadRequest."""
-        found = self._conversation(request, request.reasoning_effort)
+        found, begun = self._conversation(request, request.reasoning_effort), ""
+        if request.continue_final_message:
+            found, begun = self._continued(found, request)
         conversation, changed = self.settled(found, request, scope)
-        prompt = self._reader.conversation(conversation, scope, add_generation_prompt=True)
+        prompt = self._reader.conversation(
+            conversation,
+            scope,
+            add_generation_prompt=bool(begun) or request.add_generation_prompt is not False,
+            begun=begun,
+        )
         if self.leaves_states:
             prompt = self._reader.marked(prompt, conversation, read_marks(request.messages), scope)
         output = FREE_TEXT if _FORMS(request) == _NO_FORM else read_output_format(request)
-        return self.begun(request, conversation, prompt, output, changed=changed)
+        chat = self.begun(request, conversation, prompt, output, changed=changed)
+        if begun and chat.reading is not None and chat.reading.is_open:
+            remedy = "this model reasons before it answers, so its answer can't be begun for it"
+            raise InvalidParameter("continue_final_message", True, remedy)
+        return chat
+
+    def _continued(
+        self, conversation: Conversation, request: ChatRequest
+    ) -> tuple[Conversation, str]:
+        """The conversation before its last message, and the text of that, in which the answer goes on.
+
+        Raises InvalidParameter.
+        """
+        if request.add_generation_prompt:
+            remedy = "continue_final_message goes on in the last message; give one of the two"
+            raise InvalidParameter("add_generation_prompt", True, remedy)
+        *before, last = conversation.messages
+        if last.role != "assistant" or not last.text or last.tool_calls:
+            remedy = "the last message must be an assistant's, with a text and no calls"
+            raise InvalidParameter("continue_final_message", True, remedy)
+        found = replace(conversation, messages=before)
+        if request.reasoning_effort is None:
+            given = request.chat_template_kwargs
+            found = self.with_variables(found, "none", given, is_hint=True)
+        return found, last.text
 
     def settled(
         self, conversation: Conversation, request: AnyRequest, scope: str, *, remembers: bool = True
@@ -112,11 +143,11 @@ class ChatReader:
             return Chat(prompt.tokens, messages, output, None)
         choice = read_choice(request.tool_choice, tuple(conversation.functions))
         form = None if choice.mode == "none" else self._form(source)
-        if output.grammar is not None:
-            thinking = None  # the form begins with the answer's first token
         is_open = thinking is not None and thinking.is_open_in(prompt.end)
+        may_think = thinking if thinking and not thinking.is_closed_in(prompt.end) else None
+        if form is None and may_think is not None and output.grammar is not None:
+            output = thought_form(output, self._added_tokens, may_think, is_open=is_open)
         if form is not None:
-            may_think = thinking if thinking and not thinking.is_closed_in(prompt.end) else None
             output = answer_form(
                 form,
                 choice,
@@ -128,7 +159,8 @@ class ChatReader:
             )
         reading = None
         if form is not None or thinking is not None:
-            reading = Reading(thinking, is_open, form, choice.functions if form else {})
+            functions = choice.functions if form else {}
+            reading = Reading(thinking, is_open, form, functions, is_forced=choice.is_named)
         bound = None
         if thinking is not None and request.thinking_token_budget is not None:
             bound = self._bound(request.thinking_token_budget, thinking, is_open=is_open)

@@ -9,7 +9,7 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 from starlette.requests import Request
 
 from mallee.api.entry.bodies import LEAST_BYTES, Bodies
-from mallee.api.entry.decoding import LEAST_VALUES, decode, read
+from mallee.api.entry.decoding import LEAST_VALUES, decode, meant, read
 from mallee.api.entry.middleware import HEADERS, caller_of, header, read_body, warn_of
 from mallee.api.sse import unless_gone
 from mallee.api.terms import read_terms
@@ -36,6 +36,9 @@ class Asked(NamedTuple, Generic[R]):
     scope: Scope
     terms: QueueTerms
     is_large: bool
+
+
+IGNORED: Final = "fields that this server does not know were ignored"
 
 
 class Asking:
@@ -82,7 +85,7 @@ class Asking:
         is_strict = self._strict == "all" or (self._strict == "ours" and not kind.is_others)
         found = read(body, kind, is_strict=is_strict)
         if found.ignored:
-            warn_of(request, found.ignored)
+            warn_of(request, IGNORED, found.ignored, lambda name: meant(name, kind))
         return found.body
 
     async def make(

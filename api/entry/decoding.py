@@ -16,8 +16,8 @@ from msgspec import inspect
 from numpy.typing import NDArray
 
 from mallee.api.errors import TooManyValues
-from mallee.protocol.api.shared import OTHERS_HARMLESS, OTHERS_NEUTRAL, AnyBody
-from mallee.protocol.errors import BadRequest, InvalidParameter
+from mallee.protocol.api.shared import OTHERS_HARMLESS, OTHERS_NEUTRAL, AnyBody, Extras
+from mallee.protocol.errors import BadRequest, InvalidParameter, nearest
 
 LEAST_VALUES: Final = 1 << 18  # that a body may have, whatever the model
 SMALL_BODY: Final = 64 << 10  # bytes, which are decoded in no time whatever they say
@@ -34,7 +34,8 @@ _STEP = re.compile(r"(\w+)|\[(\d+)\]|(\[\.\.\.\])")
 _MISSING = re.compile(r"missing required field `(\w+)`$")
 _BOUND = re.compile(r"[<>]|^Invalid (enum )?value")
 _PART: Final = "part"
-_UNKNOWN: Final = "this server does not know the field; leave it out"
+_UNKNOWN: Final = "this server does not know the field; {}"
+_LEAVE: Final = "leave it out"
 
 
 class Read(NamedTuple, Generic[R]):
@@ -85,8 +86,18 @@ def read(body: dict[str, Any], kind: type[R], *, is_strict: bool = True) -> Read
             others = value.keys() - part.__struct_fields__
             unknown |= {f"{name}.{each}": value[each] for each in others}
     if unknown and is_strict:
-        raise InvalidParameter(*next(iter(unknown.items())), _UNKNOWN)
+        name, value = next(iter(unknown.items()))
+        raise InvalidParameter(name, value, _UNKNOWN.format(meant(name, kind) or _LEAVE))
     return Read(made, tuple(unknown))
+
+
+def meant(name: str, kind: type[AnyBody]) -> str:
+    """The field of `kind` that the unknown `name` may have been meant for, if one is near."""
+    known, own = kind.__struct_fields__, Extras.__struct_fields__
+    if name in own and "mallee" in known:
+        return f"it is `mallee.{name}`"
+    prefix, _, last = name.rpartition(".")
+    return nearest(last, own if prefix == "mallee" else () if prefix else known)
 
 
 def num_values(raw: bytes) -> int:
@@ -201,7 +212,10 @@ def _bad_field(
             value = value.get(key) if key else value[int(index)]
             where += f"{'.' if where else ''}{key}" if key else f"[{index}]"
     if (stranger := _STRANGER.search(message)) is not None:
-        return InvalidParameter(f"{where}.{stranger[1]}", value.get(stranger[1]), _UNKNOWN)
+        structs = (s for each in types for s in _choices(each) if isinstance(s, inspect.StructType))
+        known = (each.encode_name for struct in structs for each in struct.fields)
+        remedy = _UNKNOWN.format(nearest(stranger[1], known, _LEAVE))
+        return InvalidParameter(f"{where}.{stranger[1]}", value.get(stranger[1]), remedy)
     if where.endswith(".type") and isinstance(value, str) and value in hints:
         return InvalidParameter(where, value, hints[value])
     if is_name:

@@ -21,7 +21,7 @@ from mallee.api.errors import (
 )
 from mallee.api.errors import unexpected as unexpected_error
 from mallee.gateway.access.access import NOBODY, TENANT_HEADER, Access, Caller
-from mallee.gateway.access.quotas import UNLIMITED
+from mallee.gateway.access.visits import UNLIMITED
 from mallee.protocol.errors import InvalidParameter, MalleeError, Unauthorized, shown
 
 _log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ KEY_HEADER: Final = b"idempotency-key"
 SEARCH: Final = "/v1/search"  # the requests that it makes count, each by itself
 _CALLER = "mallee.caller"  # in the scope of a request
 _BEGUN = "mallee.begun"  # in loop seconds
-_IGNORED = "mallee.ignored"
+_WARNINGS = "mallee.warnings"
 HEADERS: Final = "mallee.headers"
 """The last value of each header by its name, in the scope of a request."""
 _TENANT: Final = TENANT_HEADER.encode()
@@ -62,12 +62,16 @@ def age_s(request: Request) -> float:
     return asyncio.get_running_loop().time() - begun
 
 
-def warn_of(request: Request, ignored: Sequence[str]) -> None:
-    """Have the answer to `request` name fields that were ignored."""
-    shown_names = ", ".join(map(shown, ignored[:MAX_WARNED]))
-    more = f", and {len(ignored) - MAX_WARNED} more" if len(ignored) > MAX_WARNED else ""
-    text = f"fields that this server does not know were ignored: {shown_names}{more}"
-    request.scope[_IGNORED] = text.encode("ascii", "backslashreplace")
+def warn_of(
+    request: Request, what: str, names: Sequence[str], meant: Callable[[str], str] | None = None
+) -> None:
+    """Have the answer to `request` say `what` of the fields of these names, and what is `meant` by each."""
+    hints = ((name, "" if meant is None else meant(name)) for name in names[:MAX_WARNED])
+    shown_names = ", ".join(shown(name) + (f" ({hint})" if hint else "") for name, hint in hints)
+    more = f", and {len(names) - MAX_WARNED} more" if len(names) > MAX_WARNED else ""
+    text = f"{what}: {shown_names}{more}".encode("ascii", "backslashreplace")
+    before = request.scope.get(_WARNINGS)
+    request.scope[_WARNINGS] = text if before is None else before + b"; " + text
 
 
 class Turns:
@@ -143,8 +147,8 @@ class AuthMiddleware:
                 has_begun = True
                 path = getattr(scope.get("route"), "path", "other")
                 self._count_answer(path, message["status"])
-                if (ignored := scope.get(_IGNORED)) is not None:
-                    message["headers"] = [*message["headers"], (b"warnings", ignored)]
+                if (warnings := scope.get(_WARNINGS)) is not None:
+                    message["headers"] = [*message["headers"], (b"warnings", warnings)]
             await send(message)
 
         try:

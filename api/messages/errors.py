@@ -29,9 +29,14 @@ _TYPES: Final = {
 
 
 def anthropic_body(error: dict[str, Any], status: int) -> dict[str, Any]:
-    """OpenAI's `error` object in Anthropic's shape; `param` and `code` stay as extras."""
+    """OpenAI's `error` object in Anthropic's shape; `param` and `code` stay as extras.
+
+    Of threads the code stands where Anthropic's clients look for it.
+    """
     kind = _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {**error, "type": kind}}
+    code = error.get("code") or ""
+    details = {"details": {"error_code": code}} if code.startswith("thread_") else {}
+    return {"type": "error", "error": {**error, "type": kind, **details}}
 
 
 def anthropic_error(error: MalleeError) -> dict[str, Any]:

@@ -14,8 +14,6 @@ from mallee.protocol.errors import BadRequest, InvalidParameter
 
 FIVE_MINUTES_S: Final = 300.0
 LEAST_BUDGET: Final = 1024
-# Edits that Anthropic's servers make to a history. One that keeps all of it changes nothing here.
-_KEPT_EDITS: Final = ("clear_thinking_20251015",)
 
 
 class Thought(NamedTuple):
@@ -119,10 +117,6 @@ def _config(request: CountRequest) -> dict[str, Any]:
         return {}
     if not isinstance(config, dict):
         raise InvalidParameter("output_config", config, "give an object")
-    for name in config:
-        if name not in ("effort", "format"):
-            remedy = "this server does not know the field; leave it out"
-            raise InvalidParameter(f"output_config.{name}", config[name], remedy)
     return config
 
 
@@ -146,14 +140,6 @@ def _check(request: CountRequest) -> None:
     if request.mcp_servers:
         remedy = "this server calls no others; leave it out"
         raise InvalidParameter("mcp_servers", request.mcp_servers, remedy)
-    if request.context_management is None:
-        return
-    given = request.context_management
-    edits = given.get("edits", []) if isinstance(given, dict) else None
-    if not isinstance(edits, list):
-        raise InvalidParameter("context_management", given, 'give {"edits": []}')
-    for i, edit in enumerate(edits):
-        kind = edit.get("type") if isinstance(edit, dict) else None
-        if kind not in _KEPT_EDITS:
-            remedy = "this server edits no history; edit it in the client"
-            raise InvalidParameter(f"context_management.edits[{i}]", edit, remedy)
+    if request.compaction is not None:
+        remedy = "this server shortens no history; do that in the client"
+        raise InvalidParameter("compaction", request.compaction, remedy)

@@ -5,11 +5,6 @@ from typing import Any, Final, NamedTuple
 from mallee.api.text.conversation import Declared, Function
 from mallee.protocol.errors import BadRequest, InvalidParameter
 
-# Beside these a tool has hints for Anthropic's own servers, which change no answer.
-_HINTS: Final = frozenset(
-    ("cache_control", "eager_input_streaming", "input_examples", "allowed_callers")
-)
-_KEYS: Final = frozenset(("type", "name", "description", "input_schema", "strict")) | _HINTS
 _SHAPES: Final = 'give {"type": "auto"}, "any", "none", or {"type": "tool", "name": ...}'
 
 
@@ -34,12 +29,6 @@ def custom_tool(tool: Any, param: str) -> Declared:
     if kind not in (None, "custom"):
         remedy = "this server runs no tools itself; give tools with an input_schema"
         raise InvalidParameter(f"{param}.type", kind, remedy)
-    for name in tool:
-        if name not in _KEYS and tool[name] is not None:
-            if name == "defer_loading" and tool[name] is False:
-                continue
-            remedy = f"a tool has {', '.join(sorted(_KEYS))}"
-            raise InvalidParameter(f"{param}.{name}", tool[name], remedy)
     if tool.get("input_schema") is None:
         raise InvalidParameter(f"{param}.input_schema", None, "give a JSON schema")
     return Declared(tool, param, "input_schema")

@@ -120,6 +120,17 @@ class Conversations:
             raise UnknownConversation(name, param)
         return entry.value
 
+    async def keep_state(self, scope: Scope, answer: str, state: State) -> None:
+        """Keep the state after an answer that is in no conversation. Raises StoreFull too."""
+        await self._talks.put(scope, answer, Talk([], state))
+
+    async def state(self, scope: Scope, answer: str) -> State | None:
+        """The state after the answer of that id."""
+        if answer.startswith(ID_PREFIX):
+            return None
+        entry = await self._talks.get(scope, answer)
+        return None if entry is None else entry.value.state
+
     async def page(self, scope: Scope, paging: Paging) -> list[ConversationBody]:
         """The first `paging.most` of `scope`."""
         names = await self._heads.bucket.names(scope)

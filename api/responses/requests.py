@@ -1,9 +1,8 @@
 """The body of `POST /v1/responses`, checked, and as the chat request that it amounts to."""
 
-import json
 from typing import Final
 
-from mallee.api.grammars import FREE_TEXT, OutputFormat
+from mallee.api.grammars import FREE_TEXT, OutputFormat, json_schema
 from mallee.api.responses.tools import chat_choice
 from mallee.protocol.api.generate import EFFORTS, ChatRequest
 from mallee.protocol.api.responses import ResponseRequest
@@ -84,10 +83,8 @@ def output_of(body: ResponseRequest) -> OutputFormat:
     if kind != "json_schema":
         remedy = "give text, json_object or json_schema"
         raise InvalidParameter("text.format.type", kind, remedy)
-    schema = form.get("schema")
-    if not isinstance(schema, dict):
-        raise InvalidParameter("text.format.schema", schema, "give a JSON schema")
-    return OutputFormat(Grammar("json_schema", json.dumps(schema)), "text.format.schema").checked()
+    param = "text.format.schema"
+    return OutputFormat(json_schema(form.get("schema"), param), param).checked()
 
 
 def chat_request(body: ResponseRequest) -> ChatRequest:
@@ -107,6 +104,7 @@ def chat_request(body: ResponseRequest) -> ChatRequest:
         thinking_token_budget=body.thinking_token_budget,
         tool_choice=chat_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
+        return_token_ids=body.return_token_ids,
         logprobs=shows,
         top_logprobs=body.top_logprobs if shows else None,
     )

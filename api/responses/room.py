@@ -17,18 +17,17 @@ from mallee.api.responses.background import Background, follow, replay
 from mallee.api.responses.conversations import Conversations, Talk, check_room
 from mallee.api.responses.items import page, shown
 from mallee.api.responses.requests import conversation_of
-from mallee.api.responses.running import Run
+from mallee.api.responses.running import Run, has_capsule_after
 from mallee.api.responses.store import ID_PREFIX, Record, State, StoredResponses
 from mallee.api.responses.tools import offered
 from mallee.api.responses.turns import PlannedTurn, TurnMaker
 from mallee.api.responses.writing import Writer, opening, sse
-from mallee.api.serve import Server, json_response
+from mallee.api.serve import Server, json_response, warn_of_tools
 from mallee.api.sse import EventStream, unless_gone
 from mallee.protocol.api.responses import ResponseDeleted, ResponseList, ResponseRequest
 from mallee.protocol.errors import (
     BadRequest,
     InvalidParameter,
-    NotFound,
     PeerSilent,
     StoreAway,
     StoreFull,
@@ -89,7 +88,9 @@ class Responses:
         talk = await self._conversation(body, scope)
         previous = await self._previous(body, scope) if talk is None else talk.state
         more: Sequence[dict[str, Any]] = () if talk is None else talk.pending
-        has_capsule = previous is not None and await self._has_capsule(previous, scope)
+        has_capsule = previous is not None and await has_capsule_after(
+            self._server.gateway, previous, scope
+        )
 
         def plan(given: ResponseRequest, scope: Scope, terms: QueueTerms) -> PlannedTurn:
             return self._turns.plan(
@@ -103,6 +104,7 @@ class Responses:
             )
 
         planned = await self._asking.make(request, asked, plan)
+        warn_of_tools(request, planned.plan)
         run = await self._run(request, asked, planned, previous, talk, plan_whole)
         await caller_of(request).visit.ready(**planned.plan.needs)
         if body.background:
@@ -189,17 +191,6 @@ class Responses:
             raise InvalidParameter(param, record.id, remedy)
         return record.state
 
-    async def _has_capsule(self, state: State, scope: Scope) -> bool:
-        """Whether the capsule after an answer can be forked here, of these weights."""
-        left = state.left
-        if left is None:
-            return False
-        try:
-            info = await self._server.gateway.capsules.show(left.capsule, scope)
-        except (NotFound, Unavailable):  # the whole conversation is here
-            return False
-        return not info.is_stale and info.boundary == left.num_tokens
-
     async def _run(
         self,
         request: Request,
@@ -220,7 +211,7 @@ class Responses:
             body,
             f"{ID_PREFIX}{named.name.removeprefix('req_')}",
             int(self._server.clock()),
-            self._server.model_name,
+            body.model or self._server.model_name,
             tools=offered(body.tools) or [],
             conversation=name,
         )

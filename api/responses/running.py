@@ -3,17 +3,19 @@
 import asyncio
 import logging
 from array import array
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any
 
 from mallee.api.answers import UsageCounter
-from mallee.api.deltas import TextDelta, TextStream
+from mallee.api.deltas import TextDelta, TextStream, TokenChance, finite
 from mallee.api.errors import unexpected
 from mallee.api.responses.store import Left, Record, State
 from mallee.api.responses.turns import PlannedTurn
 from mallee.api.responses.writing import Writer, ending
 from mallee.api.serve import LOGPROBS_COST, TURN_TOKENS, Named, Server
-from mallee.gateway.access.quotas import Visit
+from mallee.api.text.conversation import Message
+from mallee.gateway.access.visits import Visit
+from mallee.gateway.gateway import Gateway
 from mallee.gateway.requests.deltas import Delta
 from mallee.gateway.requests.lives import BranchLife
 from mallee.gateway.requests.observers import Observer
@@ -24,6 +26,7 @@ from mallee.protocol.errors import (
     NotFound,
     PeerSilent,
     StoreAway,
+    Unavailable,
 )
 from mallee.protocol.ids import Scope
 from mallee.protocol.messages import pack_tokens
@@ -73,6 +76,7 @@ class Run:
         self._state: State | None = None  # after one that did not
         self._usage: UsageCounter | None = None
         self._drawn = DrawnTokens()
+        self._prompt_ids: list[int] = []  # if ids are returned
         self._text: TextStream | None = None
 
     def admit(self, visit: Visit) -> None:
@@ -97,6 +101,9 @@ class Run:
 
     async def _begin(self, prepare_s: float, named: Named) -> TextDelta:
         plan, self._drawn = self._planned.plan, DrawnTokens()
+        if plan.returns_ids:
+            plan = await self._server.with_prefix(plan)
+            self._prompt_ids = plan.whole_prompt_ids(0)
         self._text = await self._server.start(
             plan, prepare_s, named=named, observers=(self._drawn,)
         )
@@ -130,9 +137,13 @@ class Run:
         assert usage is not None
         cost = LOGPROBS_COST if self._planned.plan.logprobs else 1
         found, owed, delta = writer.begin(), 0, first
+        ids, chances = list[int](), list[TokenChance]()
         try:
             while True:
                 usage.add(delta)
+                if self._planned.plan.returns_ids:
+                    ids += delta.tokens
+                    chances += delta.chances
                 found += writer.add(delta)
                 owed += delta.num_tokens * cost
                 if delta.finish is not None:
@@ -151,7 +162,14 @@ class Run:
             found += writer.finish(delta)
             state = self._left(delta)
             await self._tell(state)
-            more = {"turn": self._planned.how, "new_tokens": self._planned.new_tokens}
+            more: dict[str, Any] = {
+                "turn": self._planned.how,
+                "new_tokens": self._planned.new_tokens,
+            }
+            if self._planned.plan.returns_ids:
+                more |= {"prompt_token_ids": self._prompt_ids, "token_ids": ids}
+                if self._planned.plan.logprobs:
+                    more["token_logprobs"] = [finite(chance.logprob) for chance in chances]
             writer.end(delta, usage, more, int(self._server.clock()))
             self._state = state
         except MalleeError as error:
@@ -184,15 +202,32 @@ class Run:
         return self.writer.fail(error, self._usage)
 
     def _left(self, last: TextDelta) -> State:
-        """The conversation up to the answer, and its capsule."""
-        planned, left = self._planned, None
-        prompt_tokens = planned.plan.prompt_tokens
-        num_drawn = last.boundary - prompt_tokens
-        if last.capsule is not None and 0 <= num_drawn <= len(self._drawn.tokens):
-            left = Left(
-                last.capsule,
-                prompt_tokens,
-                pack_tokens(self._drawn.tokens[:num_drawn]),
-                *(planned.asked or (prompt_tokens, len(planned.turns) - 1)),
-            )
-        return State.of(planned.head, (*planned.turns, self.writer.answer()), left)
+        return state_after(self._planned, self.writer.answer(), self._drawn, last)
+
+
+def state_after(
+    planned: PlannedTurn, answer: Sequence[Message], drawn: DrawnTokens, last: TextDelta
+) -> State:
+    """The conversation up to the answer, and its capsule."""
+    left, prompt_tokens = None, planned.plan.prompt_tokens
+    num_drawn = last.boundary - prompt_tokens
+    if last.capsule is not None and 0 <= num_drawn <= len(drawn.tokens):
+        left = Left(
+            last.capsule,
+            prompt_tokens,
+            pack_tokens(drawn.tokens[:num_drawn]),
+            *(planned.asked or (prompt_tokens, len(planned.turns) - 1)),
+        )
+    return State.of(planned.head, (*planned.turns, tuple(answer)), left)
+
+
+async def has_capsule_after(gateway: Gateway, state: State, scope: Scope) -> bool:
+    """Whether the capsule after an answer can be forked here, of these weights."""
+    left = state.left
+    if left is None:
+        return False
+    try:
+        info = await gateway.capsules.show(left.capsule, scope)
+    except (NotFound, Unavailable):  # the whole conversation is here
+        return False
+    return not info.is_stale and info.boundary == left.num_tokens

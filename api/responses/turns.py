@@ -7,13 +7,14 @@ the rest begins with the tokens that the model drew, they stay too. Where a temp
 an anchor (reasoning that is dropped), the one before is tried; then the whole is rendered.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
 from mallee.api.chat.reading import Chat, ChatReader
+from mallee.api.grammars import OutputFormat
 from mallee.api.jobs import JobMaker, Plan, Start
 from mallee.api.prompts import PromptReader, RenderedPrompt
 from mallee.api.responses.items import messages_of, read_input, renamed
@@ -47,6 +48,16 @@ class PlannedTurn(NamedTuple):
     how: How
     new_tokens: int
     asked: tuple[int, int] | None
+
+
+class TurnAsked(NamedTuple):
+    """A turn in normal form. `request` is given the prompt's tokens; `is_hint`: as of `ChatReader.begun`."""
+
+    head: Conversation  # instructions, functions and what the template reads
+    messages: Sequence[Message]
+    output: OutputFormat
+    request: Callable[[int], ChatRequest]
+    is_hint: bool = False
 
 
 class _Rest(NamedTuple):
@@ -85,43 +96,49 @@ class TurnMaker:
         items, messages = read_input(body.input)
         if pending:
             messages = messages_of([*pending, *items], "input")
+        asked = TurnAsked(self._head(body), messages, output, lambda _: request)
+        planned = self.turn(asked, scope, terms, previous, has_capsule=has_capsule)
+        how: How = "whole" if pending and planned.how == "new" else planned.how
+        return planned._replace(items=items, how=how)
+
+    def turn(
+        self,
+        asked: TurnAsked,
+        scope: Scope,
+        terms: QueueTerms,
+        previous: State | None,
+        *,
+        has_capsule: bool,
+    ) -> PlannedTurn:
+        """The plan of a turn after `previous`, as `plan`."""
+        head, messages = asked.head, asked.messages
         turns = (*(() if previous is None else previous.turns), tuple(messages))
-        head = self._head(body)
         rest = None
         left = previous.left if previous is not None and has_capsule else None
         # Instructions or tools that changed stand at the beginning of it all.
         if previous is not None and left is not None and head == previous.head:
             rest = self._rest(previous, left, messages, scope)
         if rest is not None:
-            found = self._conversation(head, messages)
-            chat = self._chat.begun(request, found, rest.prompt, output)
-            plan = self._planned(request, chat, scope, terms, rest.start)
-            asked = None if left is None else (left.asked_tokens, left.asked_turn)
+            found, prompt, start = self._conversation(head, messages), rest.prompt, rest.start
+            num_tokens, how = start.num_tokens + len(prompt.tokens), rest.how
+            question = None if left is None else (left.asked_tokens, left.asked_turn)
             is_question = any(message.role == "user" for message in messages)
-            if is_question or (asked is not None and asked[0] > rest.start.num_tokens):
-                asked = None
-            return PlannedTurn(
-                plan=plan,
-                items=items,
-                head=head,
-                turns=turns,
-                how=rest.how,
-                new_tokens=len(rest.prompt.tokens),
-                asked=asked,
-            )
-        found = self._conversation(head, _joined(turns))
-        prompt = self._reader.conversation(found, scope, add_generation_prompt=True)
-        chat = self._chat.begun(request, found, prompt, output)
-        plan = self._planned(request, chat, scope, terms, None)
-        how: How = "new" if previous is None and not pending else "whole"
+            if is_question or (question is not None and question[0] > start.num_tokens):
+                question = None
+        else:
+            found, start, question = self._conversation(head, _joined(turns)), None, None
+            prompt = self._reader.conversation(found, scope, add_generation_prompt=True)
+            num_tokens, how = len(prompt.tokens), "new" if previous is None else "whole"
+        request = asked.request(num_tokens)
+        chat = self._chat.begun(request, found, prompt, asked.output, is_hint=asked.is_hint)
         return PlannedTurn(
-            plan=plan,
-            items=items,
+            plan=self._planned(request, chat, scope, terms, start),
+            items=[],
             head=head,
             turns=turns,
             how=how,
             new_tokens=len(prompt.tokens),
-            asked=None,
+            asked=question,
         )
 
     def _planned(

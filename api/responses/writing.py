@@ -7,7 +7,7 @@ import xxhash
 from msgspec import to_builtins
 from msgspec.structs import replace
 
-from mallee.api.answers import MAX_CHANCES, UsageCounter, extras
+from mallee.api.answers import UsageCounter, extras
 from mallee.api.deltas import (
     CallDelta,
     TextDelta,
@@ -16,6 +16,7 @@ from mallee.api.deltas import (
     chat_logprobs,
 )
 from mallee.api.errors import AnswerTooLarge
+from mallee.api.jobs import MAX_CHANCES
 from mallee.api.responses.items import sealed
 from mallee.api.responses.requests import LOGPROBS, SEALED
 from mallee.api.responses.tools import (

@@ -56,6 +56,7 @@ class Reading:
     is_open: bool = False  # the prompt ends inside of the reasoning
     form: ToolFormat | None = None
     functions: Mapping[str, Function] = field(default_factory=dict)
+    is_forced: bool = False  # the client named the one function that is called
 
     @property
     def marks(self) -> tuple[str, ...]:

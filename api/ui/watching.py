@@ -107,9 +107,14 @@ class SessionWatch:
             "last_used": int(tree.used),
             "is_new": told is None,
             "nodes": [_node(each) for each in changed],
+            "prefixes": None if is_same else self._prefixes(tree),
             "gone": gone,
             "running": branches,
         }
+
+    def _prefixes(self, tree: SessionTree) -> list[dict[str, Any]]:
+        found = self._gateway.sessions.trees.prefixes(tree, self._gateway.capsules.hashes)
+        return [each._asdict() for each in found]
 
 
 class _Told(NamedTuple):

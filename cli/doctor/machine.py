@@ -19,7 +19,7 @@ from mallee import __version__
 from mallee.cli.options import COMPUTING_PACKAGES, SERVING_PACKAGES, JsonOption, version_of
 from mallee.cli.output import answer, grid
 from mallee.cli.remote.service import DEFAULT_URL, UrlOption, open_client
-from mallee.client import ConnectionFailed, InvalidParameter
+from mallee.client import ConnectionFailed, InvalidParameter, Timeout
 from mallee.protocol.errors import ConfigError
 
 MIN_PYTHON: Final = (3, 11)
@@ -219,7 +219,7 @@ def service(url: str) -> Iterator[Finding]:
     try:
         with open_client(url, timeout=TIMEOUT_S) as client:
             health = client.health()
-    except (ConnectionFailed, InvalidParameter):
+    except (ConnectionFailed, InvalidParameter, Timeout):
         try:
             place = urlsplit(url)
             port = place.port or (443 if place.scheme == "https" else 80)

@@ -174,7 +174,7 @@ class Chat:
         branch, was_thinking = None, False
         with self._client.stream(messages=messages, **self._params) as branches:
             try:
-                for event in branches:
+                for event in branches.events():
                     if event.reasoning:
                         was_thinking = True
                         self._show(event.reasoning, style="dim")

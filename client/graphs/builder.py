@@ -1,5 +1,6 @@
 """A graph as it is built: each method adds a node and gives its handle, from which later ones take."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal, TypeAlias
 
@@ -78,7 +79,7 @@ class Graph:
     def map(
         self,
         of: Handle,
-        over: Handle,
+        over: Handle | Sequence[str],
         text: GraphText = "",
         *,
         messages: Turns = (),
@@ -90,10 +91,13 @@ class Graph:
         name: str | None = None,
         **sampling: Any,
     ) -> Handle:
-        """A branch of `of` for each item of the output of `over`.
+        """A branch of `of` for each item of the output of `over`, or of a list of texts.
 
         `text`, or `messages`, has `graph.item` where it goes.
         """
+        if not isinstance(over, Handle):
+            items = json.dumps([*over])
+            over = self.tool(json.loads, items, max_tokens=len(items.encode()))
         made = Map(
             **self._begin("map", name, text, messages, sampling),
             of=of.name,

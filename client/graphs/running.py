@@ -408,7 +408,7 @@ class AsyncGraphRun:
         branches = self._client._fork(self._work[spec.of].capsule, suffixes, params)
         try:
             async with branches:
-                async for event in branches:
+                async for event in branches.events():
                     if not group.request:
                         self._placed(group, branches.request_id)
                     text = branches.branches[event.index].text

@@ -71,7 +71,7 @@ def run(fork: Fork, root: str, policy: Policy, **asked: Any) -> SearchResult:
 
     def read_now(*fork_of: Any) -> Sequence[BranchState]:
         with fork(*fork_of) as branches:
-            for _ in branches:
+            for _ in branches.events():
                 if over.is_set():
                     return []
             finished: Sequence[BranchState] = branches.wait()

@@ -1,14 +1,15 @@
 """Searches that the gateway runs: one call each, whose stream has the tree as it grows."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import msgspec
 
 from mallee.client.calls import Call
 from mallee.client.errors import StreamBroken
 from mallee.client.results import event_body
-from mallee.protocol.errors import InvalidParameter
+from mallee.protocol.errors import InvalidParameter, nearest
+from mallee.search.policies.named import POLICIES
 from mallee.search.policy import Policy, SearchBudget
 from mallee.search.results import SearchResult
 from mallee.search.scores import Verifier
@@ -24,6 +25,17 @@ def at_gateway(where: Where) -> bool:
     if where not in ("client", "gateway"):
         raise InvalidParameter("where", where, 'give "client" or "gateway"')
     return where == "gateway"
+
+
+def policy_of(policy: Policy | str) -> Policy:
+    """A policy by its name, with its defaults. Raises InvalidParameter."""
+    if not isinstance(policy, str):
+        return policy
+    if policy not in POLICIES:
+        hint = nearest(policy, POLICIES, f"there are {', '.join(POLICIES)}")
+        raise InvalidParameter("policy", policy, f"no policy has the name; {hint}")
+    made: Any = POLICIES[policy]()
+    return cast(Policy, made)
 
 
 def search_call(

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple, Self
 
 from mallee.protocol.errors import MalleeError, SlowReader
 from mallee.protocol.ids import CapsuleId, WorkerId
-from mallee.protocol.messages import FinishReason, Kept, Retained, TokenLogprobs
+from mallee.protocol.messages import EndToken, FinishReason, Kept, Retained, TokenLogprobs
 from mallee.protocol.model import BASE_WEIGHTS
 from mallee.router.dispatch.verdicts import Verdict
 
@@ -36,6 +36,11 @@ class Delta(NamedTuple):
     kept: Kept = ""  # whether its capsule was pinned, if it was to be
     drafts: tuple[int, int] | None = None  # tokens drafted, and those of them that were drawn
     injected: tuple[tuple[int, int], ...] = ()  # tokens of the answer before, and how many were
+    end_token: EndToken | None = None
+    prompt_logprobs: tuple[
+        TokenLogprobs, ...
+    ] = ()  # in the first of a branch, if they were requested
+    resampled: bool = False  # it went on elsewhere by other draws than an undisturbed answer's
 
     @classmethod
     def end(cls, branch: int, finish: FinishReason | None) -> "Delta":
@@ -56,6 +61,14 @@ class Delta(NamedTuple):
         left = [(at, min(n, before + num - at)) for at, n in self.injected if at < before + num]
         tokens, logprobs = self.tokens[:num], self.logprobs[:num]
         return self._replace(tokens=tokens, logprobs=logprobs, injected=tuple(left))
+
+    def with_end(self) -> "Delta":
+        """With the token that ended it among its own, if one did."""
+        if self.end_token is None:
+            return self
+        token, report = self.end_token
+        logprobs = self.logprobs if report is None else (*self.logprobs, report)
+        return self._replace(tokens=(*self.tokens, token), logprobs=logprobs, end_token=None)
 
 
 MAX_WAITING: Final = 1 << 16
@@ -192,4 +205,5 @@ def _merged(deltas: list[Delta]) -> Delta:
         prefill_tokens=prefill,
         drafts=(drafted, accepted) if has_drafts else None,
         injected=tuple(injected),
+        prompt_logprobs=deltas[0].prompt_logprobs,
     )

@@ -237,6 +237,9 @@ class RunningRequest:
             kept=update.kept,
             drafts=update.drafts,
             injected=(((self.num_tokens(branch), len(update.tokens)),) if update.injected else ()),
+            end_token=update.end_token,
+            prompt_logprobs=update.prompt_logprobs,
+            resampled=update.resampled,
         )
         self._put(delta, now)
 

@@ -23,6 +23,7 @@ from mallee.protocol.hashing import NO_HASHES, Hashes
 from mallee.protocol.ids import CapsuleId, RequestId, Scope
 
 MAX_SESSION_NODES: Final = 1024
+MAX_COMPARED: Final = 256  # capsules of one session, the newest, that prefixes are looked for in
 END_TOKENS: Final = 16  # of a prompt, that the next turn's may not repeat
 USED_S: Final = 5.0  # a session is stored so often at most because it was used
 TICK_S: Final = 1e-3  # what is later than something else is later by so much at least
@@ -107,6 +108,13 @@ class _Asked(NamedTuple):
     prompt_tokens: int
     is_last: bool
     nodes: tuple[NodeNote, ...]
+
+
+class SharedPrefix(NamedTuple):
+    """Tokens with which the prompts of several requests begin, and the capsules that those left."""
+
+    tokens: int
+    capsules: list[str]
 
 
 class LeftNode(NamedTuple):
@@ -276,6 +284,27 @@ class SessionTrees:
             return found[0].capsule if found else ""
         fits = [_fit(hashes_of(CapsuleId(node.capsule)), hashes) for node in found]
         return found[max(range(len(found)), key=lambda i: (fits[i], i))].capsule
+
+    def prefixes(self, tree: SessionTree, hashes_of: HashesOf) -> list[SharedPrefix]:
+        """Blocks that requests without a parent in the session share, those of all before those of some."""
+        alone = [each for each in tree.nodes.values() if not each.parent and not each.is_root]
+        known = {
+            n: hashes_of(CapsuleId(n.capsule))[: n.prompt_blocks] for n in alone[-MAX_COMPARED:]
+        }
+        found: list[SharedPrefix] = []
+        todo = [([*known], 0)]
+        for nodes, begun in todo:  # which grows
+            same: dict[int, list[NodeNote]] = {}
+            for node in nodes:
+                if len(known[node]) > begun:
+                    same.setdefault(int(known[node][begun]), []).append(node)
+            for group in same.values():
+                if len({node.request for node in group}) > 1:
+                    num = min(_fit(known[each], known[group[0]])[0] for each in group)
+                    capsules = [node.capsule for node in group]
+                    found.append(SharedPrefix(num * self._block_size, capsules))
+                    todo.append((group, num))
+        return found
 
     # Sessions
 

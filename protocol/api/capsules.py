@@ -146,13 +146,17 @@ class CapsulesDeleted(Body, frozen=True, kw_only=True):
 
 
 class CapsuleText(Body, frozen=True, kw_only=True):
-    """`text` is that of the capsule's `tokens` from number `start` on, special tokens as they are written."""
+    """`text` is that of the capsule's `tokens` from number `start` on, special tokens as they are written.
+
+    `token_ids`, if asked for, are those tokens.
+    """
 
     id: str
     object: Literal["capsule.text"] = "capsule.text"
     start: int
     tokens: int
     text: str
+    token_ids: list[int] = OMITTED
 
 
 class CapsuleDeleted(Body, frozen=True, kw_only=True):

@@ -35,7 +35,7 @@ MAX_REASONING: Final = (1 << 31) - 1
 
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 Share = Annotated[float, Meta(ge=0, le=1)]
-TopP = Annotated[float, Meta(gt=0, le=1)]
+TopP = Annotated[float, Meta(ge=0, le=1, description="0: the likeliest token alone.")]
 TopK = Annotated[int, Meta(ge=-1, description="0 and -1: off.")]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 RepetitionPenalty = Annotated[float, Meta(gt=0, le=100)]
@@ -46,6 +46,15 @@ LogitBias = Annotated[
 Branches = Annotated[int, Meta(ge=1, description="Branches of each prompt.")]
 MaxTokens = Annotated[Tokens | None, Meta(description="At most so many tokens of an answer.")]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+PromptLogprobs = Annotated[
+    NumLogprobs | None,
+    Meta(
+        description="vLLM's: so many of the likeliest in each place of the prompt, and its own token."
+    ),
+]
+ReturnIds = Annotated[
+    bool, Meta(description="vLLM's: token ids of prompt and answer, with the one that ended it.")
+]
 StopText = Annotated[str, Meta(min_length=1)]
 Stop = Annotated[
     StopText | Annotated[list[StopText], Meta(max_length=MAX_STOPS)] | None,
@@ -97,12 +106,16 @@ class SamplingFields(DrawFields, frozen=True, kw_only=True):
     guided_regex: Annotated[Any, shape("A regular expression.", **STRING)] = None
     guided_choice: Annotated[Any, shape("Texts.", type="array", items=STRING)] = None
     guided_grammar: Annotated[Any, shape("Lark or GBNF.", **STRING)] = None
+    return_token_ids: ReturnIds = False
     stream: Stream = False
     stream_options: StreamOptions | None = None
 
 
 class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
-    """`logprobs` counts the likeliest tokens to report; false is the same as to leave it out."""
+    """`logprobs` counts the likeliest tokens to report; false is the same as to leave it out.
+
+    `echo`: text and `logprobs` begin with the prompt's; `max_tokens` may be 0 then.
+    """
 
     is_others: ClassVar[bool] = True
 
@@ -118,12 +131,19 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
             ],
         ),
     ] = None
+    max_tokens: Annotated[Count | None, Meta(description="As elsewhere; 0 with `echo`.")] = None
     logprobs: NumLogprobs | bool | None = None
+    prompt_logprobs: PromptLogprobs = None
+    echo: bool = False
     n: Branches = 1
 
 
 class ChatRequest(SamplingFields, frozen=True, kw_only=True):
-    """OpenAI's, with vLLM's fields. Its messages may name tools, reasoning and cached places."""
+    """OpenAI's, with vLLM's fields. Its messages may name tools, reasoning and cached places.
+
+    `continue_final_message`: the answer goes on inside the last message, an assistant's.
+    `include_reasoning` false leaves the reasoning out of what is sent.
+    """
 
     is_others: ClassVar[bool] = True
     history: ClassVar[str] = "messages"
@@ -140,11 +160,15 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     max_completion_tokens: Annotated[Tokens | None, Meta(description="As `max_tokens`.")] = None
     logprobs: bool = False
     top_logprobs: NumLogprobs | None = None
+    prompt_logprobs: PromptLogprobs = None
+    include_reasoning: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
     n: Branches = 1
 
 
 class ForkRequest(SamplingFields, frozen=True, kw_only=True):
-    """Branches of a capsule: one for each of `suffixes`, or `n` without any."""
+    """Branches of a capsule: one for each of `suffixes` or `suffix_ids`, or `n` without any."""
 
     suffixes: Annotated[
         list[Any] | None,
@@ -152,6 +176,10 @@ class ForkRequest(SamplingFields, frozen=True, kw_only=True):
             "One for each branch: text, token ids, or messages that go on.",
             items={"anyOf": SUFFIX},
         ),
+    ] = None
+    suffix_ids: Annotated[
+        list[list[int]] | None,
+        shape("As `suffixes`, of token ids alone.", items=TOKEN_IDS),
     ] = None
     n: Annotated[Tokens | None, Meta(description="Branches without suffixes.")] = None
     at: Annotated[Tokens | None, Meta(description="Only the capsule's first so many tokens.")] = (
@@ -171,6 +199,7 @@ class RestoreRequest(AnyRequest, frozen=True, kw_only=True):
     max_tokens: MaxTokens = None
     stop: Stop = None
     include_stop_str_in_output: bool = False
+    return_token_ids: ReturnIds = False
     stream: Stream = False
     stream_options: StreamOptions | None = None
 
@@ -210,14 +239,22 @@ class InjectedExtras(Body, frozen=True, kw_only=True):
 
 
 class AnyChoice(Body, frozen=True, kw_only=True):
+    """`token_ids`, if asked for: of the answer, or of a stream's part; each has its entry in `logprobs`."""
+
     index: int
     finish_reason: str | None
     logprobs: dict[str, Any] | None
+    token_ids: list[int] = OMITTED
     mallee: ChoiceExtras = OMITTED
 
 
 class TextChoice(AnyChoice, frozen=True, kw_only=True):
+    """`prompt_token_ids`: of a completion; of a fork `suffix_token_ids`, which follow the capsule's."""
+
     text: str
+    prompt_token_ids: list[int] = OMITTED
+    suffix_token_ids: list[int] = OMITTED
+    prompt_logprobs: list[Any] = OMITTED
 
 
 class FunctionCall(Body, frozen=True, kw_only=True):
@@ -260,16 +297,21 @@ class ChatChoice(AnyChoice, frozen=True, kw_only=True):
 
 
 class ChunkChoice(AnyChoice, frozen=True, kw_only=True):
-    """Of a stream: `text` of completions and forks, `delta` of chat."""
+    """Of a stream: `text` of completions and forks, `delta` of chat. The first has ids before the answer."""
 
     text: str = OMITTED
+    prompt_token_ids: list[int] = OMITTED
+    suffix_token_ids: list[int] = OMITTED
     delta: ChatDelta = OMITTED
 
 
 class AnyAnswer(Body, frozen=True, kw_only=True):
+    """`prompt_token_ids`, if asked for: a chat's prompt, or the capsule; of a stream in the first chunk."""
+
     id: str
     created: int
     model: str
+    prompt_token_ids: list[int] = OMITTED
 
 
 class Chunk(AnyAnswer, frozen=True, kw_only=True):
@@ -295,6 +337,7 @@ class Completion(WholeBody, frozen=True, kw_only=True):
 class Chat(WholeBody, frozen=True, kw_only=True):
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
+    prompt_logprobs: list[Any] = OMITTED
 
 
 class Fork(WholeBody, frozen=True, kw_only=True):

@@ -101,9 +101,12 @@ class CountRequest(AnyRequest, frozen=True, kw_only=True):
     thinking: Annotated[Any, shape("Anthropic's: enabled, adaptive or disabled.", **OBJECT)] = None
     output_config: Annotated[Any, shape("Anthropic's `effort` and `format`.", **OBJECT)] = None
     output_format: Annotated[Any, shape("As `output_config.format`.", **OBJECT)] = None
-    context_management: Annotated[Any, shape("Edits that keep all are accepted.", **OBJECT)] = None
+    context_management: Annotated[
+        Any, shape("Changes nothing: a history is read whole.", **OBJECT)
+    ] = None
     metadata: Annotated[Any, shape("`user_id`: a tenant.", **OBJECT)] = None
     mcp_servers: Annotated[Any, shape("Not supported.", maxItems=0, **OBJECTS)] = None
+    compaction: Annotated[Any, shape("Not supported.", enum=[None])] = None
     speed: Literal["standard", "fast"] | None = None
     betas: Annotated[Any, shape("Change nothing.", type="array", items=STRING)] = None
 
@@ -126,6 +129,7 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     seed: Seed | None = None
     ignore_eos: bool = False
     stream: Stream = False
+    thread: Annotated[Any, shape("Anthropic's: create, or continue.", **OBJECT)] = None
     diagnostics: Annotated[Any, shape("Ask for the reason of a miss.", **OBJECT)] = None
     container: Annotated[Any, shape("Not supported.", enum=[None])] = None
     inference_geo: str | None = None

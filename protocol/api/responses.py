@@ -8,6 +8,7 @@ from msgspec import Meta
 from mallee.protocol.api.generate import (
     NumLogprobs,
     ReasoningTokens,
+    ReturnIds,
     Share,
     Temperature,
     ToolChoice,
@@ -175,6 +176,7 @@ class ResponseRequest(AnyRequest, frozen=True, kw_only=True):
     ignore_eos: bool = False
     chat_template_kwargs: TemplateVariables = None
     thinking_token_budget: ReasoningTokens = None
+    return_token_ids: ReturnIds = False
 
 
 class ConversationRequest(AnyBody, frozen=True, kw_only=True):

@@ -81,6 +81,7 @@ OTHERS_NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "reasoning_effort": ("none",),
     "repetition_penalty": (1, 1.0),
     "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
@@ -144,9 +145,13 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """`include_obfuscation` is accepted and ignored: padding of chunks is not offered."""
+    """`continuous_usage_stats`, vLLM's: with `include_usage` each chunk has the usage so far.
+
+    `include_obfuscation` is accepted and ignored: padding of chunks is not offered.
+    """
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
     include_obfuscation: bool = False
 
 
@@ -307,7 +312,10 @@ class InjectedAt(Body, frozen=True, kw_only=True):
 
 
 class ChoiceExtras(Body, frozen=True, kw_only=True):
-    """`mallee` of a finished choice. `capsule`: the state that it left behind, which can be forked."""
+    """`mallee` of a finished choice. `capsule`: the state that it left behind, which can be forked.
+
+    `resampled`: its worker was lost, and it went on by other draws than those of an undisturbed answer.
+    """
 
     worker: str | None
     capsule: str | None
@@ -322,6 +330,7 @@ class ChoiceExtras(Body, frozen=True, kw_only=True):
     cache: dict[str, Any] = OMITTED
     kept: Literal["kept", "refused"] = OMITTED
     injected: list[InjectedAt] = OMITTED
+    resampled: bool = OMITTED
     ended_by: Literal["tokens", "wall_s", "regex", "logprob", "done", "score"] = OMITTED
     score: float | None = OMITTED
     score_error: str = OMITTED

@@ -168,6 +168,7 @@ class GenerateJob(_PromptJob):
     retain: tuple[RetainSpan, ...] = ()
     affinity: int = 0
     places: tuple[int, ...] = ()  # where others may go on from its prompt
+    prompt_logprobs: int = -1  # as `Generate.prompt_logprobs`
 
     @property
     def operation(self) -> str:
@@ -202,6 +203,7 @@ class GenerateJob(_PromptJob):
             retain=self.retain,
             holders=holders,
             places=self.places,
+            prompt_logprobs=-1 if self.drawn else self.prompt_logprobs,
         )
 
 

@@ -9,7 +9,7 @@ from mallee.search.tree import Node, Proposal, Tree
 MAX_MARK: Final = 256  # characters
 
 
-class Sampling(Stepwise, frozen=True, kw_only=True):
+class Sampling(Stepwise, frozen=True):
     """A base of policies that draw `n` answers, `wave` at a time (by default all at once)."""
 
     n: int = 8

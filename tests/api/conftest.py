@@ -413,14 +413,12 @@ class Caller:
         limits: HttpSettings,
         access: Access | None = None,
         chats: ChatSettings = DEFAULT_CHATS,
-        *,
-        num_gateways: int = NUM_GATEWAYS,
+        **more: Any,
     ) -> None:
+        """`more` is of `make_app`."""
         self.service = service
         self.tokenizer = ByteTokenizer()
-        self.app = make_app(
-            service, limits, self.tokenizer, access, chats, num_gateways=num_gateways
-        )
+        self.app = make_app(service, limits, self.tokenizer, access, chats, **more)
 
     def __call__(self, method: str, path: str, body: Any = None, **kwargs: Any) -> Answer:
         return decode(self.raw(method, path, json=body, **kwargs))
@@ -445,6 +443,7 @@ def make_app(
     access: Access | None = None,
     chats: ChatSettings = DEFAULT_CHATS,
     *,
+    aliases: tuple[str, ...] = (),
     num_gateways: int = NUM_GATEWAYS,
 ) -> Any:
     """The API of a service; over several, of any of its gateways."""
@@ -453,7 +452,7 @@ def make_app(
     def made(gateway: Any) -> Starlette:
         return build_api(
             gateway,
-            ServedModel(MODEL, tokenizer, ChatTemplate(PLAIN_CHAT), CREATED),
+            ServedModel(MODEL, tokenizer, ChatTemplate(PLAIN_CHAT), CREATED, aliases),
             Entry(access or Access(None, {}), SCOPES),
             ApiSettings(limits, chats),
             Draws(lambda: "err_1", lambda: next(seeds)),

@@ -111,7 +111,7 @@ async def test_one_branch_is_pruned_and_a_request_tells_its_course(live: Any) ->
     record = {"object": "request", "age_s": 1.0, "state": "ended", "cache": None, "branches": []}
     live.service.life = lambda name, scope, **_: {"id": name, **record}
     async with AsyncMallee(live.url) as client, client.stream("abc", n=2) as branches:
-        async for _ in branches:
+        async for _ in branches.events():
             if len(branches.branches) == 2:
                 break
         assert await branches.branches[1].prune()
@@ -128,7 +128,7 @@ async def test_closing_the_client_ends_its_streams(live: Any) -> None:
     def ask() -> None:
         client = Mallee(live.url)
         branches = client.stream("abc", n=2)
-        next(iter(branches))
+        next(branches.events())
         client.close()
         assert live.service.closed.wait(5)
         branches.close()

@@ -11,7 +11,7 @@ import pytest
 from llguidance import LLMatcher
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
-from mallee.api.chat.forms import ToolChoice, answer_form
+from mallee.api.chat.forms import ToolChoice, answer_form, thought_form
 from mallee.api.grammars import FREE_TEXT, OutputFormat
 from mallee.api.text.answers import THINKING, AnswerParser, Parsed, Reading
 from mallee.api.text.conversation import Function
@@ -211,6 +211,38 @@ def test_reasoning_may_come_first(form: str, model: Model) -> None:
     assert not accepts(model, opened, call)
 
 
+FORMS = {
+    "json_schema": (Grammar("json_schema", '{"type": "integer"}'), "42", "4x"),
+    "json_object": (Grammar("json_object"), '{"a":\n  1}', "[]"),
+    "regex": (Grammar("regex", "a/b|\\n+c"), "a/b", "a b"),
+    "choice": (Grammar("choice", '["yes", "a \\"b\\""]'), 'a "b"', "no"),
+    "lark": (Grammar("lark", 'start: "<" x\nx: /[0-9]+/ | "(" x ")"'), "<((12))", "<(12"),
+    "gbnf": (Grammar("lark", 'root ::= "a" more\nmore ::= [0-9]+'), "a12", "a"),
+}
+
+
+@pytest.mark.parametrize("kind", FORMS)
+@pytest.mark.parametrize("name", THINKING)
+def test_a_form_follows_the_reasoning(kind: str, name: str, tmp_path: Path) -> None:
+    """I16, I17, part: of marks that are tokens and of marks that aren't, opened by the prompt or not."""
+    model, thinking = Model(tmp_path, "hermes"), THINKING[name]
+    grammar, good, bad = FORMS[kind]
+    for is_open in (True, False):
+        form = thought_form(
+            OutputFormat(grammar, "response_format"),
+            model.tokenizer.added_tokens,
+            thinking,
+            is_open=is_open,
+        ).grammar
+        assert form is not None
+        opening = "" if is_open else thinking.open
+        thought = f"{opening}\nhm {bad} {good[:1]}\n{thinking.close}\n\n"
+        assert accepts(model, form, thought + good)
+        assert not accepts(model, form, thought + bad)
+        assert not accepts(model, form, thought)
+        assert accepts(model, form, good) != is_open
+
+
 def test_calls_beside_a_form_of_text(form: str, model: Model) -> None:
     """I16, part, I17: `response_format` with tools: a call, or text of the schema."""
     output = OutputFormat(Grammar("json_schema", '{"type": "integer"}'), "response_format")
@@ -225,7 +257,7 @@ def test_calls_beside_a_form_of_text(form: str, model: Model) -> None:
 
 
 def test_too_much_of_it_is_refused_by_name() -> None:
-    many = {f"f{i}": Function(f"f{i}", "", WEATHER) for i in range(200)}
+    many = {f"f{i}": Function(f"f{i}", "", WEATHER, is_strict=True) for i in range(200)}
     with pytest.raises(InvalidParameter, match=r"^tools=.*give at most 65536"):
         answer_form(
             *(FORMATS["hermes"], ToolChoice("required", many), FREE_TEXT, {}),

@@ -55,9 +55,9 @@ def test_capsules_and_streams_end_with_the_block_that_has_them(live_in_thread: A
     program = """
 with client.prefill("abc", cache_salt="s") as capsule:
     branches = capsule.fork(3)
-    next(iter(branches))
+    next(branches.events())
     say("now")
-    for event in branches:
+    for event in branches.events():
         pass
 """
     with interrupted(live_in_thread, program):
@@ -72,7 +72,7 @@ def test_a_program_that_goes_on_after_an_interrupt_ends_its_stream(live_in_threa
     program = """
 try:
     with client.stream("abc") as branches:
-        for event in branches:
+        for event in branches.events():
             wait()
 except KeyboardInterrupt:
     say(next(iter([*branches.branches])))
@@ -146,7 +146,7 @@ def test_a_program_that_closes_nothing_ends(live_in_thread: Any) -> None:
 from mallee.client import Mallee
 client = Mallee({live_in_thread.url!r})
 branches = client.stream("abc", n=2)
-next(iter(branches))
+next(branches.events())
 print(client.models())
 """
     ran = subprocess.run(

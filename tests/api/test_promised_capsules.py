@@ -10,10 +10,10 @@ from typing import Any
 import httpx
 import pytest
 
-from mallee.client import AsyncGraphRun, AsyncMallee, Graph
+from mallee.client import AsyncGraphRun, AsyncMallee, Graph, Timeout
 from mallee.gateway.access.access import Access
 from mallee.mocker.passes import mock_spec
-from mallee.protocol.errors import CapsulesFull, Saturated, Unavailable
+from mallee.protocol.errors import CapsulesFull, Saturated
 from mallee.protocol.ids import CapsuleId
 from mallee.router.config import RouterConfig
 from mallee.testing.forward import MockForward
@@ -560,8 +560,8 @@ async def test_the_sdk_forks_at_once_and_waits_for_the_rest() -> None:
         async with AsyncMallee(str(s.client.base_url)) as mallee:
             capsule = await mallee.prefill(PROMPT, wait=False)
             assert (capsule.data.status, capsule.tokens) == ("computing", 3500)
-            with pytest.raises(Unavailable, match="still computing"):
-                await capsule.wait(timeout_s=0.0)
+            with pytest.raises(Timeout, match="still computing"):
+                await capsule.wait(timeout=0.0)
             asked = capsule.fork([SUFFIX], at=AT, max_tokens=8, **DRAWN)
             waiting = asyncio.create_task(_wait(asked))
             await s.run(lambda: s.gate.passes[-1][-1].end > 1000 if s.gate.passes else False)

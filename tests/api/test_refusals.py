@@ -37,7 +37,7 @@ BAD: dict[str, list[Any]] = {
     "max_tokens": [0, -1, True, "5", 1.5],
     "n": [0, 129, False],
     "temperature": [-0.1, 2.1, "hot", True],
-    "top_p": [0, 1.01],
+    "top_p": [-0.1, 1.01],
     "top_k": [-2],
     "seed": [1 << 63, -(1 << 63) - 1, 10**400, "1"],
     "stop": ["", ["a"] * 17, 5],
@@ -137,8 +137,10 @@ KINDS = {
     ("field", "value", "remedy"),
     [
         ("temperature", 2.5, "give 0 to 2"),
-        ("top_p", 0, "give more than 0, up to 1"),
-        ("max_tokens", 0, "give at least 1"),
+        ("top_p", -0.1, "give 0 to 1"),
+        ("repetition_penalty", 0, "give more than 0, up to 100"),
+        ("max_tokens", 0, "give at least 1, or echo=true for the prompt alone"),
+        ("max_tokens", -1, "give at least 0"),
         ("stop", ["a"] * 17, "give 1 or more characters, or 0 to 16 values"),
         ("stop_token_ids", [1] * 1025, "give 0 to 1024 values"),
         ("user", 5, "Expected `str`, got `int`"),
@@ -217,7 +219,8 @@ def test_unknown_fields_are_refused_by_name_where_they_are_ours(call_with: Any, 
     """Of Mallee's own paths and objects; of others' paths too, if the setting says so."""
     asked: list[tuple[dict[str, Any], str, str]] = [
         ({"max_token": 5}, "max_token", "max_token"),
-        ({"mallee": {"prio": 1}}, "mallee.prio", "prio"),
+        ({"mallee": {"prio": 1}}, "mallee.prio", "the nearest is `priority`"),
+        ({"keep": True}, "keep", "it is `mallee.keep`"),
     ]
     if path != "/v1/capsules":  # which has no stream
         option = "stream_options.include_all"
@@ -225,7 +228,8 @@ def test_unknown_fields_are_refused_by_name_where_they_are_ours(call_with: Any, 
     for setting in ("ours", "all"):
         call = call_with(HttpSettings(strict=setting))
         for fields, param, name in asked:
-            if setting == "ours" and not path.startswith("/v1/capsules") and param != "mallee.prio":
+            is_ours = path.startswith("/v1/capsules") or param == "mallee.prio"
+            if setting == "ours" and not is_ours:
                 continue
             answer = call("POST", path, fields)
             assert name in check_error(answer, 400, "invalid_request_error", param)
@@ -241,8 +245,8 @@ def test_unknown_fields_of_others_paths_are_ignored_and_named(call: Any) -> None
     assert answer.status_code == 200
     told = answer.headers["warnings"]
     assert told == (
-        "fields that this server does not know were ignored: 'max_token', '\\xfcber',"
-        " 'stream_options.more'"
+        "fields that this server does not know were ignored: 'max_token' (the nearest is `max_tokens`),"
+        " '\\xfcber', 'stream_options.more'"
     )
     for kind, asked in (
         (CHAT, {"messages": MESSAGES}),

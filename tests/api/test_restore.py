@@ -259,7 +259,7 @@ async def test_the_sdk_has_every_verb() -> None:
         options: Any = {**SAMPLED, "max_tokens": 300}
         stream = client.stream(PROMPT, **options)
         capsule = None
-        async for event in stream:
+        async for event in stream.events():
             if capsule is None and len(stream.branches[0].text) > 10:
                 capsule = await stream.branches[0].capture(ttl_s=30)
             assert event.index == 0

@@ -235,15 +235,37 @@ def test_reasoning_may_be_left_in_the_text(call_with: Any) -> None:
     assert message["content"] == "<think>a</think>b"
 
 
-def test_a_form_has_the_whole_answer(call: Any) -> None:
-    """A JSON answer is text from its first token on, whatever the template opens."""
+def test_a_form_is_that_of_what_follows_the_reasoning(call: Any) -> None:
+    """I16, I17, part: reasoning comes in its field, streamed too, and then the JSON; also of Anthropic's."""
+    call.service.reply = lambda _: 'I say "{".\n</think>\n\n{"a": 1}'
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+    on = {"chat_template_kwargs": {"enable_thinking": True}}
+    asked = {"messages": MESSAGES, "max_tokens": 50, "response_format": form}
+    message = call("POST", PATH, asked | on).body["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ('I say "{".', '{"a": 1}')
+    made = assembled(call("POST", PATH, {**asked, **on, "stream": True}).events)[0]
+    assert (made["reasoning_content"], made["content"]) == ('I say "{".', '{"a": 1}')
+    assert call.service.job.grammar.kind == "lark"
+    assert call.service.job.grammar.source.startswith("start: thoughts gap (form)")
     call.service.reply = lambda _: '{"a": 1}'
-    more = {
-        "response_format": {"type": "json_object"},
-        "chat_template_kwargs": {"enable_thinking": True},
-    }
-    asked = {"messages": MESSAGES, "max_tokens": 50}
-    assert call("POST", PATH, asked | more).body["choices"][0]["message"]["content"] == '{"a": 1}'
+    closed = call("POST", PATH, asked).body["choices"][0]["message"]
+    assert (closed["content"], "reasoning" in closed) == ('{"a": 1}', False)
+
+
+def test_a_named_function_is_called_once_and_ends_as_openai_s(call: Any) -> None:
+    """I17, part: one call, whatever `parallel_tool_calls` says; its reason is "stop", of "required" not."""
+    call.service.reply = lambda _: CALL
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    for choice, reason in ((named, "stop"), ("required", "tool_calls")):
+        asked = {**ASKED, "tool_choice": choice, "parallel_tool_calls": True}
+        (whole,) = call("POST", PATH, asked).body["choices"]
+        made = assembled(call("POST", PATH, {**asked, "stream": True}).events)[0]
+        assert whole["finish_reason"] == made["finish"] == reason
+        assert len(whole["message"]["tool_calls"]) == len(made["tool_calls"]) == 1
+        several = '("\\n"' in call.service.job.grammar.source or "call)*" in (
+            call.service.job.grammar.source
+        )
+        assert several == (choice == "required")
 
 
 @pytest.mark.parametrize(

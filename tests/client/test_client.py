@@ -2,11 +2,8 @@
 
 import json
 import re
-import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import StringIO
 from typing import Any
 
@@ -29,145 +26,23 @@ from mallee.client import (
     SessionNode,
     SessionTree,
     StreamBroken,
+    Timeout,
     ToolCall,
     UnknownCapsule,
     Usage,
     calls,
 )
-from mallee.client.html import MAX_DEPTH, nodes_html
+from mallee.client.html import MAX_DEPTH, nodes_html, nodes_text
 from mallee.client.results import choice_events
 from mallee.client.view import live, render
 from mallee.protocol.api.capsules import ImportRequest
 from mallee.protocol.api.generate import ChatRequest, CompletionRequest, ForkRequest, RestoreRequest
 from mallee.protocol.api.shared import Extras
-from mallee.protocol.errors import CapsulesFull, Unavailable
+from mallee.protocol.errors import CapsulesFull
 from support.blocking import TARGET, generated
+from support.scripted_api import EXTRAS, GOOD, Script, chunk
 
 pytestmark = pytest.mark.real_time  # its server has threads
-
-CAPSULE = {
-    "id": "req_1.0", "object": "capsule", "created": 1, "model": "m", "worker": "w1", "status": "ready",
-    "tokens": 100, "prefill_tokens": 90, "cached_tokens": 10,
-}  # fmt: skip
-EXTRAS = {"worker": "w1", "capsule": "req_2.1", "cached_tokens": 100, "prefill_tokens": 3}
-
-
-def chunk(index: int, text: str, finish: str | None = None, **more: Any) -> bytes:
-    choice = {"index": index, "text": text, "finish_reason": finish, "logprobs": None, **more}
-    return b"data: " + json.dumps({"id": "req_2", "choices": [choice]}).encode() + b"\n\n"
-
-
-GOOD = (
-    b": hello\r\n\r\nevent: x\n"
-    + chunk(1, " b")
-    + chunk(0, " a")
-    + chunk(1, "ü🌱").replace(b"\n\n", b"\r\n\r\n")
-    + chunk(1, "", "stop", mallee=EXTRAS)
-    + chunk(0, "!", "length", mallee={**EXTRAS, "capsule": None})
-    + b'data: {"id": "req_2", "choices": [], "usage": {"prompt_tokens": 103, "completion_tokens": 7,\r\n'
-    b'data: "total_tokens": 110, "prompt_tokens_details": {"cached_tokens": 100}}}\n\n'
-    + b"data: [DONE]\n\n"
-)
-
-
-class Script:
-    """The server's answers, and the requests that it got."""
-
-    def __init__(self) -> None:
-        self.stream = GOOD
-        self.cut = 7  # bytes a write
-        self.seen: list[tuple[str, str, Any, str | None]] = []
-        self.url = ""
-        self.health: tuple[int, Any] = (503, {"status": "unavailable"})
-        self.is_gone = False  # the capsule, for DELETE
-        self.pinned: bool | None = None  # the capsule, as GET says; None: left out
-        self.shown: list[dict[str, Any]] = []  # what else it says of it: the next answers
-        self.is_full = False  # for pins
-        self.refusals: list[
-            tuple[int, dict[str, str], str]
-        ] = []  # status, headers, code: the next ones
-
-    def answer(self, method: str, path: str, body: Any) -> tuple[int, Any, dict[str, str]]:
-        """Status, body and headers; a body of None is the stream."""
-
-        def refused(status: int, message: str, code: str, **more: str) -> Any:
-            return status, {"error": {"message": message, "code": code, **more}}, {}
-
-        if self.refusals:
-            status, headers, code = self.refusals.pop(0)
-            return (*refused(status, "not now", code)[:2], headers)
-        match method, path:
-            case "GET", "/health":
-                return (*self.health, {})
-            case "GET", "/v1/models":
-                return 200, {"data": [{"id": "m"}]}, {}
-            case "GET", "/v1/capsules/req_1.0":
-                seen = {k: CAPSULE[k] for k in CAPSULE if "_tokens" not in k}
-                seen |= {} if self.pinned is None else {"pinned": self.pinned}
-                return 200, {**seen, **(self.shown.pop(0) if self.shown else {})}, {}
-            case "GET", _:
-                return refused(404, "capsule 'x' is not held", "capsule_not_found")
-            case "DELETE", _ if self.is_gone:
-                return refused(404, "gone", "capsule_not_found")
-            case "DELETE", _:
-                return 200, {"deleted": True}, {}
-            case _, "/v1/capsules":
-                return 200, CAPSULE, {}
-        if path.endswith("/pin"):
-            full = refused(503, "no room", "capsules_full")
-            return full if self.is_full else (200, {**CAPSULE, "pinned": True}, {})
-        if body.get("max_tokens") == 10**6:
-            return refused(400, "too long", "context_length_exceeded", param="prompt")
-        if body.get("max_tokens") == 13:
-            return 502, b"<html>bad gateway</html>", {}
-        return 200, None, {}
-
-
-@pytest.fixture
-def server() -> Iterator[Script]:
-    script = Script()
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-        def do(self) -> None:
-            length = int(self.headers.get("Content-Length", 0))
-            body = json.loads(self.rfile.read(length)) if length else None
-            script.seen.append((self.command, self.path, body, self.headers.get("Authorization")))
-            status, answer, headers = script.answer(self.command, self.path, body)
-            if answer is None:
-                headers = {"Content-Type": "text/event-stream", "Connection": "close"}
-                raw, cut = script.stream, script.cut
-            else:
-                raw = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-                headers, cut = {**headers, "Content-Length": str(len(raw))}, len(raw)
-            self.send_response(status)
-            for name, value in headers.items():
-                self.send_header(name, value)
-            self.end_headers()
-            for at in range(0, len(raw), cut):
-                self.wfile.write(raw[at : at + cut])
-                self.wfile.flush()
-            self.close_connection = answer is None
-
-        do_GET = do_POST = do_DELETE = do
-
-    class Server(ThreadingHTTPServer):
-        daemon_threads = True
-
-        def handle_error(self, *_: object) -> None:
-            """A client that left early is part of the tests."""
-
-    with Server(("127.0.0.1", 0), Handler) as httpd:
-        thread = threading.Thread(target=httpd.serve_forever, args=(0.01,))
-        thread.start()
-        script.url = f"http://127.0.0.1:{httpd.server_address[1]}"
-        yield script
-        httpd.shutdown()
-        thread.join()
 
 
 @pytest.mark.parametrize("cut", [1, 2, 7, 10_000])
@@ -176,7 +51,7 @@ def test_a_fork_streams_its_branches_however_the_bytes_are_cut(server: Script, c
     with Mallee(server.url, api_key="k") as client, client.prefill("text", ttl_s=5) as capsule:
         assert (capsule.worker, capsule.tokens, capsule.prefill_tokens) == ("w1", 100, 90)
         branches = capsule.fork([" a?", [1, 2]], max_tokens=4, temperature=0)
-        events = [(e.index, e.text, e.finish_reason) for e in branches]
+        events = [(e.index, e.text, e.finish_reason) for e in branches.events()]
         assert events == [(1, " b", None), (0, " a", None), (1, "ü🌱", None), (1, "", "stop"),
                           (0, "!", "length")]  # fmt: skip
         first, second = branches.wait()
@@ -340,8 +215,8 @@ def test_a_capsule_can_be_used_before_it_is_computed(server: Script) -> None:
         assert [seen[:2] for seen in server.seen] == [("GET", "/v1/capsules/req_1.0")] * 3
         assert capsule.data.status == "ready"
         server.shown = [COMPUTING]
-        with pytest.raises(Unavailable, match="still computing after 0 s"):
-            capsule.wait(timeout_s=0.0)
+        with pytest.raises(Timeout, match="still computing after 0 s; wait longer"):
+            capsule.wait(timeout=0.0)
         assert capsule.data.computed_tokens == 30
         failed = {"message": "no room", "code": "capsules_full", "type": "server_error"}
         failed["param"] = None  # type: ignore[assignment]
@@ -380,7 +255,7 @@ def test_a_branch_knows_its_request_and_what_it_took(server: Script) -> None:
         assert first.usage == second.usage == branches.usage == Usage(103, 7, 100)
         assert first.request_id == branches.request_id == "req_2"
         assert repr(client) == f"Mallee({server.url!r})"
-        assert repr(branches) == "Branches('req_2', 2 of 2 ended)"
+        assert repr(branches) == f"Branches('req_2', 2 of 2 ended, {first!r}, {second!r})"
         second.fork(3, at=5).wait()
         assert server.seen[-1][1] == "/v1/capsules/req_2.1/fork"
         assert server.seen[-1][2].items() >= {"n": 3, "at": 5, "stream": True}.items()
@@ -429,6 +304,8 @@ def test_a_stream_that_breaks_off_is_an_error_and_keeps_the_text(
         branches = client.stream("x")
         with pytest.raises(error):
             branches.wait()
+        with pytest.raises(error):
+            branches[0]
         assert branches.branches[0].text == "so far"
         assert branches.branches[0].finish_reason is None
 
@@ -436,8 +313,9 @@ def test_a_stream_that_breaks_off_is_an_error_and_keeps_the_text(
 def test_closing_early_ends_the_stream(server: Script) -> None:
     server.stream = chunk(0, "x") * 10_000
     with Mallee(server.url) as client, client.stream("x") as branches:
-        assert next(iter(branches)).text == "x"
-    assert list(branches) == []
+        assert next(branches.events()).text == "x"
+    assert list(branches.events()) == []
+    assert [each.text for each in branches] == ["x"], "what there was"
 
 
 def test_the_tree_shows_every_branch_with_its_figures(server: Script) -> None:
@@ -618,7 +496,7 @@ def test_reasoning_and_calls_arrive_with_their_logprobs(server: Script) -> None:
     }  # fmt: skip
     messages = [{"role": "user", "content": "Rain?"}]
     with Mallee(server.url) as client, client.stream(messages=messages, **params) as branches:
-        events = list(branches)
+        events = list(branches.events())
         (branch,) = branches.wait()
     assert [(e.reasoning, e.text, [c.name for c in e.tool_calls]) for e in events] == [
         *[("Hm", "", []), ("m.", "", []), ("", "", []), ("", "Yes.", [])],
@@ -671,6 +549,20 @@ def test_capsules_stand_below_those_that_they_continue() -> None:
         (1.8, "c2 7 tokens, held"),
         (1.8, "c4 7 tokens, held"),
         (0.6, "c3 7 tokens, gone"),
+    ]
+    assert str(tree).splitlines() == [
+        "session <b>bug-7, below a",
+        "├── c1  7 tokens, host pinned",
+        "│   ├── c2  7 tokens, held",
+        "│   └── c4  7 tokens, held",
+        "└── c3  7 tokens, gone",
+    ]
+
+
+def test_a_turn_that_alone_goes_on_stands_beneath_the_one_before() -> None:
+    rows = [("a", None, "1"), ("b", "a", "2"), ("c", "b", "3"), ("d", "b", "4"), ("e", "d", "5")]
+    assert nodes_text("s", rows).splitlines() == [
+        *("s", "└── a  1", "    b  2", "    ├── c  3", "    └── d  4", "        e  5"),
     ]
 
 

@@ -10,11 +10,11 @@ import pytest
 from anyio.to_thread import run_sync
 
 from examples.rollouts import PROMPT, MixedWeights, advantages, main, reward, rollouts
-from mallee.client import InvalidParameter
+from mallee.client import InvalidParameter, Mallee
 from mallee.mocker.passes import mock_spec
 from mallee.router.config import RouterConfig
 from mallee.testing.random_model import random_model
-from support.live_api import CharTokenizer, served
+from support.live_api import served
 from support.live_fleet import LiveFleet, running
 from support.tiny_fleet import tiny_api
 from support.versions import VersionedForward, Weights
@@ -24,6 +24,7 @@ MODEL = random_model("llama", 5, eos_token_id=None)
 LABELS = {
     "index",
     "text",
+    "prompt_token_ids",
     "token_ids",
     "logprobs",
     "finish_reason",
@@ -31,16 +32,6 @@ LABELS = {
     "reward",
     "advantage",
 }
-
-
-@pytest.fixture(autouse=True)
-def _decoder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tokenizer of characters decodes, as real ones do."""
-
-    def decode(self: CharTokenizer, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        return "".join(map(chr, ids))
-
-    monkeypatch.setattr(CharTokenizer, "decode", decode, raising=False)
 
 
 async def test_a_group_is_one_fork_with_ids_log_probabilities_and_a_version(
@@ -59,6 +50,7 @@ async def test_a_group_is_one_fork_with_ids_log_probabilities_and_a_version(
         assert set(row) == LABELS
         assert "".join(map(chr, row["token_ids"])) == row["text"]
         assert len(row["token_ids"]) == len(row["logprobs"]) == 3
+        assert row["prompt_token_ids"] == [*PROMPT.encode()]
         assert all(value < 0 for value in row["logprobs"])
         assert (row["weights"], row["finish_reason"]) == ("base", "length")
     assert len({row["text"] for row in rows}) > 8
@@ -76,7 +68,7 @@ async def test_a_group_that_weights_change_under_is_drawn_again(
 ) -> None:
     """X16, part: what runs is cut at the change; the second group is all of the new version."""
     made = LiveFleet(
-        mock_spec(vocab_size=8, max_model_len=4096),  # each token is asked for by a call
+        mock_spec(vocab_size=8, max_model_len=4096),
         RouterConfig(block_size=16),
         forward=VersionedForward,
         num_blocks=4096,
@@ -85,8 +77,8 @@ async def test_a_group_that_weights_change_under_is_drawn_again(
     async with running(made, 1) as fleet, served(fleet.gateways[0]) as (url, _):
 
         def work() -> Any:
-            with httpx.Client(base_url=url, timeout=30) as http:
-                return rollouts(http, "\1\2\3", 4, max_tokens=1000, ignore_eos=True, seed=1)
+            with Mallee(url, timeout=30) as client:
+                return rollouts(client, "\1\2\3", 4, max_tokens=1000, ignore_eos=True, seed=1)
 
         drawing = asyncio.create_task(run_sync(work))
         (engine,) = fleet.engines.values()
@@ -102,26 +94,23 @@ async def test_a_group_that_weights_change_under_is_drawn_again(
     assert "drawing the group again" in err
 
 
-def stubbed(*groups: Sequence[tuple[str, str]], spelled: str = "a") -> httpx.Client:
-    """A service that answers with groups of samples of these versions, whose ids spell a text."""
+def stubbed(*groups: Sequence[tuple[str, str]]) -> Mallee:
+    """A client of a service that answers with groups of samples of these versions."""
     left: Iterator[Sequence[tuple[str, str]]] = iter(groups)
 
-    def answer(request: httpx.Request) -> httpx.Response:
-        if request.url.path == "/tokenize":
-            return httpx.Response(200, json={"tokens": [7]})
-        if request.url.path == "/detokenize":
-            return httpx.Response(200, json={"prompt": spelled})
+    def answer(_: httpx.Request) -> httpx.Response:
         choices = [
             {
-                **{"text": "a", "finish_reason": "stop"},
+                **{"index": index, "text": "a", "finish_reason": "stop", "token_ids": [7]},
                 "logprobs": {"tokens": ["a"], "token_logprobs": [-1.0]},
                 "mallee": {"weight_version": {"start": start, "end": end}},
             }
-            for start, end in next(left)
+            for index, (start, end) in enumerate(next(left))
         ]
-        return httpx.Response(200, json={"choices": choices})
+        events = f"data: {json.dumps({'choices': choices})}\n\ndata: [DONE]\n\n"
+        return httpx.Response(200, stream=httpx.ByteStream(events.encode()))
 
-    return httpx.Client(base_url="http://stub", transport=httpx.MockTransport(answer))
+    return Mallee("http://stub", http_client=httpx.Client(transport=httpx.MockTransport(answer)))
 
 
 OLD, NEW, CUT = ("a", "a"), ("b", "b"), ("a", "b")
@@ -129,15 +118,9 @@ OLD, NEW, CUT = ("a", "a"), ("b", "b"), ("a", "b")
 
 @pytest.mark.parametrize("mixed", [[OLD, NEW], [OLD, CUT], [NEW, OLD, NEW]])
 def test_a_mixed_group_is_drawn_once_more(mixed: list[tuple[str, str]]) -> None:
-    with stubbed(mixed, [NEW, NEW]) as http:
-        assert [row["weights"] for row in rollouts(http, "", 2)] == ["b", "b"]
+    with stubbed(mixed, [NEW, NEW]) as client:
+        assert [row["weights"] for row in rollouts(client, "", 2)] == ["b", "b"]
     # A second one is refused by its versions.
     told = "the group has samples of several weights: a, b"
-    with stubbed(mixed, [OLD, CUT], [NEW, NEW]) as http, pytest.raises(MixedWeights, match=told):
-        rollouts(http, "", 2)
-
-
-def test_tokens_that_ids_dont_tell_are_null() -> None:
-    """A sample whose ids spell another text has none."""
-    with stubbed([OLD], spelled=" a") as http:
-        assert rollouts(http, "", 1)[0]["token_ids"] is None
+    with stubbed(mixed, [OLD, CUT], [NEW, NEW]) as client, pytest.raises(MixedWeights, match=told):
+        rollouts(client, "", 2)

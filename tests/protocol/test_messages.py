@@ -376,7 +376,7 @@ def test_a_lease_is_its_fields_in_order() -> None:
     head = ["w0", 3, "a0", "m", "f", 16, 99, 8, 4096, 5]
     weights = [0, "base", "", ""]
     rest = [False, True, [1, 2, 3, 4, None, None, 0, 0], False, [], "", False, weights, None, []]
-    rest += ["", None, None, "", "GPU 0", False]
+    rest += ["", None, None, "", "GPU 0", False, []]
     assert found == [*head, *rest]
     assert decode_lease(msgpack.packb(found)) == lease
 
@@ -419,7 +419,7 @@ def test_a_lease_of_an_older_worker_is_read_without_its_counters() -> None:
             ),
             [
                 *("generate", "r", b"\1\0\0\0", LIMITS, SAMPLING, 2, "", 0, SHARE, None, 0, None),
-                *([[8, 50, 9.0]], [], "00-a-b-01", [48]),
+                *([[8, 50, 9.0]], [], "00-a-b-01", [48], -1),
             ],
         ),
         (
@@ -451,7 +451,7 @@ def test_frames_travel_in_reports() -> None:
     reports = [Report("w0", 3, Frame(12, (last,))), Report("w1", 0, Frame(1, ()), "gone")]
     found = msgpack.unpackb(encode(reports))
     told = ["r", 1, [5, 6], "stop", 3, 2, "r.1", 7, None, [[-0.5, [[5, -0.5]]]], 4, ""]
-    told += [[64, 32], [5, 3], ""]
+    told += [[64, 32], [5, 3], "", None, [], False]
     assert found == [["w0", 3, [12, [told], []], None], ["w1", 0, [1, [], []], "gone"]]
     assert decode_reports(msgpack.packb(found)) == tuple(reports)
 

@@ -36,6 +36,8 @@ BARE = {
     ("actors/build.py", "ThreadPoolExecutor"): "the gateway closes it",
     ("actors/hosting/engine.py", "to_thread"): "at the end, for a second at a time",
     ("actors/hosting/engine.py", "Thread"): "its failure is its worker's",
+    ("actors/foreign/build.py", "to_thread"): "once, at the start",
+    ("actors/foreign/runner.py", "to_thread"): "at the end, which has a limit",
     ("actors/kv_transfer/server.py", "ThreadPoolExecutor"): "its listener closes it",
     ("actors/hosting/orphans.py", "to_thread"): "a look at a disk; its task is the host's",
     ("actors/hosting/weights.py", "to_thread"): "its task is the host's, and takes in how it ends",

@@ -105,7 +105,7 @@ def test_processes_are_scraped_where_the_api_says(service: ServeCommand) -> None
 
 
 def test_the_readmes_example_runs_verbatim(service: ServeCommand) -> None:
-    """D40, part: only the port is another. It prints texts, then a line a branch."""
+    """D40, part: only the port is another. It prints a line an answer, and what follows."""
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert len([line for line in code.splitlines() if line]) <= 12
     assert code.count(URL) == 1
@@ -118,13 +118,12 @@ def test_the_readmes_example_runs_verbatim(service: ServeCommand) -> None:
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert {line[:2] for line in lines} >= {"0 ", "1 "}
     ends = [line.split() for line in lines if re.match("w[01] ", line)]
     assert len(ends) == 2
     assert len({worker for worker, *_ in ends}) == 1
     for _, cached, computed, ttft_ms in ends:
         assert int(cached) > 2000
-        assert int(computed) < 20
+        assert int(computed) < 30
         assert float(ttft_ms) > 0
 
 
@@ -166,7 +165,7 @@ async def test_the_page_shows_branches_that_run(service: ServeCommand) -> None:
         answer = await session.complete(DOCUMENT, max_tokens=4, ignore_eos=True)
         forked = answer.fork(SUFFIXES, max_tokens=2000, ignore_eos=True)  # they end by the hang-up
         async with browser_page() as page, forked:
-            await anext(aiter(forked))
+            await anext(forked.events())
             await page.goto(f"{service.url}/ui")
             await page.locator(".row.session", has_text="grove").wait_for()
             live = page.locator(".node.live")
@@ -185,7 +184,7 @@ def test_streams_go_on_with_the_same_tokens_when_their_worker_is_killed(
         undisturbed = [each.text for each in capsule.fork(SUFFIXES, **options).wait()]
         replica = worker_process(service, capsule.worker)
         branches = capsule.fork(SUFFIXES, **options)
-        next(iter(branches))
+        next(branches.events())
         replica.kill()
         ends = branches.wait()
         assert [each.text for each in ends] == undisturbed
@@ -233,7 +232,7 @@ class Stream:
             client.stream(DOCUMENT, **options) as branches,
         ):
             try:
-                for event in branches:
+                for event in branches.events():
                     self.num_events += 1
                     self.end = event.finish_reason
                     if self._is_enough.is_set():

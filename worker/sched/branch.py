@@ -25,6 +25,7 @@ from mallee.protocol.messages import (
     Limits,
     Prefill,
     Sampling,
+    TokenLogprobs,
 )
 from mallee.worker.forward import Constraint, Matcher
 from mallee.worker.kv.node import Node
@@ -117,12 +118,15 @@ class Job:
     `limits` are those of the tokens still to draw: without the `num_drawn` last ones of its text, which
     its branch drew before (on another worker, or up to a capsule). `start` is the first branch as it begins.
     `grammar`, if its text began before this job: the source, and where it begins, `grammar_begin`.
+    `scores`: log-probabilities of its prompt's tokens from the second on, as far as they are known, if they
+    are wanted; `is_scoring` until they all are.
     """
 
     __slots__ = (
         *("_rules", "branches", "cancelled", "command", "draws"),
         *("gateway", "grammar", "grammar_begin", "indices", "limits", "matchers"),
-        *("priorities", "priority", "pull", "salt", "sampling", "session", "start"),
+        *("is_scoring", "priorities", "priority", "pull", "salt", "sampling", "scores", "session"),
+        "start",
     )
 
     def __init__(
@@ -158,6 +162,8 @@ class Job:
         self.priority = command.share.priority
         self.priorities: dict[int, float] | None = None  # of branches whose own was changed
         self._rules: DrawRules | None = None
+        self.scores: list[TokenLogprobs] = []
+        self.is_scoring = isinstance(command, Generate) and command.prompt_logprobs >= 0
 
     @property
     def num_drawn(self) -> int:

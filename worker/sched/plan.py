@@ -19,6 +19,11 @@ class Chunk(NamedTuple):
     start: int
     is_last: bool
 
+    @property
+    def num_logits(self) -> int:
+        """Of its last tokens, so many have logits that are looked at."""
+        return len(self.tokens) if self.branch.job.is_scoring else int(self.is_last)
+
 
 class Draft(NamedTuple):
     """Tokens that a branch may draw next, and the state of its grammar after each of them, if it has one."""

@@ -317,7 +317,9 @@ class Planner:
         if branch.phase == "waiting" and not self._try_admit(budget, branch):
             return
         fetching = self._fetching
-        if fetching is not None and branch.may_fetch and fetching.try_begin(budget, branch):
+        is_scored = branch.job.is_scoring
+        may_fetch = branch.may_fetch and not is_scored
+        if fetching is not None and may_fetch and fetching.try_begin(budget, branch):
             return
         have = budget.granted.get(branch, 0)
         pending = branch.num_pending
@@ -325,19 +327,22 @@ class Planner:
         if n < pending and not self._config.chunked:
             budget.is_full = True  # it runs whole or not at all
             return
-        is_cut = False
+        most = n
+        if is_scored and self._config.chunked:  # each of its tokens has logits, as a row has
+            n = min(n, budget.rows)
         if self._tree.sides:
-            most, n = n, self._up_to_place(branch, have + n) - have
-            is_cut = n < most
-            if n <= 0:
-                self._waiting.queue_of(branch).remove(
-                    branch
-                )  # until the chunk that it has is computed
-                return
+            n = self._up_to_place(branch, have + n) - have
+        is_cut = n < most
+        if is_cut and n <= 0:
+            self._waiting.queue_of(branch).remove(branch)  # until the chunk that it has is computed
+            return
         if not self._blocks.grow(branch, have + n):
             return
-        if not have:
+        if is_scored:
+            budget.rows = max(0, budget.rows - n)
+        elif not have:
             budget.rows -= 1
+        if not have:
             budget.chunks -= 1
         budget.granted[branch] = have + n
         budget.tokens -= n

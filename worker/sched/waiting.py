@@ -131,6 +131,8 @@ class Waiting:
 
     def awaited(self, branch: Branch) -> tuple[Branch, int] | None:
         """The producer of what `branch` would compute first, and up to which token, if it is under way."""
+        if branch.job.is_scoring:  # it computes all of its prompt
+            return None
         size = self._tree.block_size
         hashes, found = self.found(branch)
         held = max(found, branch.origin_len // size)
@@ -162,7 +164,10 @@ class Waiting:
             return hashes, 0
         if branch.found[0] != version:
             branch.found = (version, self._tree.find(hashes))
-        return hashes, branch.found[1]
+        held = branch.found[1]
+        if branch.job.is_scoring:  # what is found in the cache has no logits
+            held = min(held, len(branch.job.scores) // self._tree.block_size)
+        return hashes, held
 
     def num_missing(self, branch: Branch) -> int:
         """Tokens that `branch` would have to compute itself now; 0 if its logits are there."""

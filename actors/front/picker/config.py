@@ -45,7 +45,8 @@ class PickerConfig(Settings):
     block_size: AtLeastOne = 16
     """Tokens of a KV block in the pods."""
     events_port: Port | None = None
-    """Port on which pods publish KV events over ZeroMQ; without, caches are predicted."""
+    """Port on which pods publish KV events over ZeroMQ, where they do not tell it at
+    `/kv_event_sources` (vLLM before 0.32)."""
     replay_port: Port | None = None
     """Port on which they repeat those that were missed."""
     events_topic: str = ""

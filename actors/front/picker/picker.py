@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final, Self
 
 import httpx
@@ -223,8 +224,8 @@ def _source(config: PickerConfig) -> EndpointSource:
 
 
 def _context(config: PickerConfig) -> "zmq.asyncio.Context | None":
-    if config.events_port is None:
-        return None
+    if config.model is None or (config.events_port is None and find_spec("zmq") is None):
+        return None  # KV events name blocks by their tokens
     import zmq.asyncio  # pickers without KV events don't need it
 
     return zmq.asyncio.Context()

@@ -7,16 +7,18 @@ whose events are not known from the beginning are predicted beside what is known
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import httpx
 
 from mallee.actors.front.pods.endpoints import Endpoint
-from mallee.actors.front.pods.kv_events import Arrival, PodContents
+from mallee.actors.front.pods.event_order import Arrival
+from mallee.actors.front.pods.kv_events import PodContents
 from mallee.actors.front.pods.metrics import MAX_NBYTES, PodReport, read_metrics
-from mallee.actors.front.pods.subscriber import EventPlaces, Subscriber
+from mallee.actors.front.pods.subscriber import EventPlaces, Subscriber, told_places
 from mallee.protocol.events import Event, EventBatch, Lease, Load
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.router.router import Router
@@ -35,7 +37,9 @@ SLACK_BLOCKS: Final = (
 
 
 class PodLimits(NamedTuple):
-    """Figures of a pod that its metrics do not tell, and where it tells of its cache."""
+    """Figures of a pod that its metrics do not tell; and the ports of its KV events, where it has no
+    `/kv_event_sources` (vLLM before 0.32).
+    """
 
     block_size: int
     num_blocks: int  # where its metrics have none
@@ -46,6 +50,16 @@ class PodLimits(NamedTuple):
     topic: str
 
 
+class PodCache(NamedTuple):
+    """The knowledge of one pod's cache."""
+
+    is_whole: bool  # what is not known is not there
+    why: str  # not whole, for the user
+    num_blocks: int  # held, by its own names
+    num_gaps: int
+    left_out: Mapping[str, int]  # blocks in its events, by the reason why they were not taken in
+
+
 @dataclass(slots=True)
 class _Pod:
     """One endpoint that is followed."""
@@ -54,7 +68,11 @@ class _Pod:
     contents: PodContents
     report: PodReport | None = None
     failure: str = ""  # logged once
+    places: dict[int, EventPlaces] = field(default_factory=dict)  # of its events, by rank
+    no_events: str = "its metrics come first"  # why there are no places
+    num_left_out: int = 0  # reasons that were logged
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    readers: list[asyncio.Task[None]] = field(default_factory=list)  # of its events
 
     @property
     def worker(self) -> WorkerId:
@@ -78,7 +96,7 @@ class Pods:
         max_pods: int,
         on_join: Callable[[WorkerId, Incarnation], object],
     ) -> None:
-        """`context`: of ZeroMQ, if pods publish events."""
+        """`context`: of ZeroMQ, to read events."""
         self._router = router
         self._client = client
         self._context = context
@@ -119,17 +137,31 @@ class Pods:
     @property
     def num_gaps(self) -> int:
         """Times that events were found missing, over the pods there are."""
-        return sum(pod.contents.order.num_gaps for pod in self._pods.values())
+        return sum(pod.contents.num_gaps for pod in self._pods.values())
 
     @property
     def num_incomplete(self) -> int:
         """Endpoints whose events are not known from the beginning."""
-        return sum(not pod.contents.order.is_whole for pod in self._pods.values())
+        return sum(not pod.contents.is_whole for pod in self._pods.values())
 
     @property
     def num_unknown_blocks(self) -> int:
         """Blocks in events whose beginning is not known, over the pods there are."""
         return sum(pod.contents.names.num_unknown for pod in self._pods.values())
+
+    def caches(self) -> dict[WorkerId, PodCache]:
+        """The knowledge of each pod's cache, and why it is not whole."""
+        found: dict[WorkerId, PodCache] = {}
+        for pod in self._pods.values():
+            contents = pod.contents
+            found[pod.worker] = PodCache(
+                is_whole=contents.is_whole,
+                why=pod.no_events or contents.why_incomplete,
+                num_blocks=len(contents.names),
+                num_gaps=contents.num_gaps,
+                left_out=contents.names.left_out,
+            )
+        return found
 
     def __len__(self) -> int:
         return len(self._pods)
@@ -156,25 +188,15 @@ class Pods:
             )
             return
         limits = self._limits
-        contents = PodContents(
-            limits.block_size,
-            can_replay=limits.replay_port is not None,
-            max_blocks=limits.num_blocks + SLACK_BLOCKS,
-        )
+        contents = PodContents(limits.block_size, max_blocks=limits.num_blocks + SLACK_BLOCKS)
         pod = self._pods[endpoint.address] = _Pod(endpoint, contents)
         pod.tasks.append(self.tasks.spawn(self._scrape(pod), name=f"metrics of {pod.worker}"))
-        if self._context is not None and limits.events_port is not None:
-            places = _places(endpoint, limits.events_port, limits)
-            subscriber = Subscriber(
-                self._context, places, contents.order, lambda arrival: self._arrived(pod, arrival)
-            )
-            pod.tasks.append(self.tasks.spawn(subscriber.run(), name=f"events of {pod.worker}"))
         log.info("endpoint %s is followed", endpoint.address)
 
     def _forget(self, address: str) -> None:
         pod = self._pods.pop(address)
         self._tried.discard(address)
-        for task in pod.tasks:
+        for task in pod.tasks + pod.readers:
             self.tasks.cancel(task)
         for request in self._router.detach_worker(pod.worker, pod.contents.incarnation):
             self._router.free(request)
@@ -197,32 +219,74 @@ class Pods:
             await asyncio.sleep(max(0.01, self._limits.scrape_s - took))
 
     async def _ask(self, pod: _Pod) -> str:
-        """Ask for the metrics; returns what went wrong."""
-        url = f"http://{pod.endpoint.address}/metrics"
-        text = bytearray()
+        """Ask for the metrics, and in a new life for the places of its events; returns what went wrong."""
         try:
-            async with (
-                asyncio.timeout(SCRAPE_TIMEOUT_S),
-                self._client.stream("GET", url) as answer,
-            ):
-                if answer.status_code != 200:
-                    return f"status {answer.status_code}"
-                async for part in answer.aiter_bytes():
-                    text += part
-                    if len(text) > MAX_NBYTES:
-                        return f"more than {MAX_NBYTES} bytes"
-        except (httpx.HTTPError, OSError, TimeoutError) as error:
+            status, page = await self._get(pod, "/metrics")
+            if status != 200:
+                return f"status {status}"
+            report = read_metrics(page)
+            if report is None:
+                return "they have no vllm:num_requests_waiting"
+            size = self._limits.block_size
+            if report.block_size not in (None, size):
+                return f"block size {report.block_size}, the picker's block_size={size}"
+            if pod.contents.incarnation != report.incarnation and self._context is not None:
+                self._read_events(pod, *await self._event_places(pod), self._context)
+        except (httpx.HTTPError, OSError, TimeoutError, ValueError) as error:
             return f"{type(error).__name__} {error}".strip()
-        report = read_metrics(text.decode("utf-8", "replace"))
-        if report is None:
-            return "they have no vllm:num_requests_waiting"
-        if report.block_size not in (None, self._limits.block_size):
-            return (
-                f"block size {report.block_size}, the picker's block_size={self._limits.block_size}"
-            )
         pod.report = report
         self._renew(pod)
         return ""
+
+    async def _get(self, pod: _Pod, path: str) -> tuple[int, str]:
+        """Status and text. Raises HTTPError, OSError, TimeoutError, and ValueError if it is too long."""
+        url = f"http://{pod.endpoint.address}{path}"
+        text = bytearray()
+        async with (
+            asyncio.timeout(SCRAPE_TIMEOUT_S),
+            self._client.stream("GET", url) as answer,
+        ):
+            async for part in answer.aiter_bytes():
+                text += part
+                if len(text) > MAX_NBYTES:
+                    raise ValueError(f"more than {MAX_NBYTES} bytes at {path}")
+        return answer.status_code, text.decode("utf-8", "replace")
+
+    async def _event_places(self, pod: _Pod) -> tuple[dict[int, EventPlaces], str]:
+        """The places of a pod's events as it tells them, else as the settings do; and why there are none."""
+        status, text = await self._get(pod, "/kv_event_sources")
+        if status == 200:
+            try:
+                return told_places(text, pod.endpoint.host), ""
+            except ValueError as error:
+                return {}, str(error)
+        if self._limits.events_port is not None:
+            return {0: _places(pod.endpoint, self._limits.events_port, self._limits)}, ""
+        return {}, "it has no /kv_event_sources (vLLM before 0.32), and events_port is not set"
+
+    def _read_events(
+        self,
+        pod: _Pod,
+        places: dict[int, EventPlaces],
+        why_none: str,
+        context: "zmq.asyncio.Context",
+    ) -> None:
+        """Read the events at `places`, unless that is done already."""
+        if why_none != pod.no_events and why_none:
+            log.warning("endpoint %s: its cache is predicted: %s", pod.worker, why_none)
+        pod.no_events = why_none
+        if places == pod.places:
+            return
+        for task in pod.readers:
+            self.tasks.cancel(task)
+        pod.readers.clear()
+        pod.places = places
+        self._publish(pod, pod.contents.reset())
+        for rank, each in places.items():
+            order = pod.contents.follow(rank, can_replay=each.replay is not None)
+            subscriber = Subscriber(context, each, order, partial(self._arrived, pod, rank))
+            name = f"events of {pod.worker}, rank {rank}"
+            pod.readers.append(self.tasks.spawn(subscriber.run(), name=name))
 
     def _renew(self, pod: _Pod) -> None:
         """Renew the pod's lease by its last report."""
@@ -258,19 +322,22 @@ class Pods:
             max_rows=limits.max_rows,
             max_model_len=0,
             next_seq=contents.next_seq,
-            kv_events=contents.order.is_whole,
+            kv_events=contents.is_whole,
             load=load,
             is_draining=pod.endpoint.is_draining,
         )
 
-    def _arrived(self, pod: _Pod, arrival: Arrival) -> None:
-        events = pod.contents.take(arrival)
-        if pod.contents.incarnation:  # else its metrics come first, and then all that is known
-            self._publish(pod, events)
+    def _arrived(self, pod: _Pod, rank: int, arrival: Arrival) -> None:
+        events = pod.contents.take(arrival, rank)
+        left_out = pod.contents.names.left_out
+        for reason in list(left_out)[pod.num_left_out :]:
+            log.info("endpoint %s: left out of its KV events: %s", pod.worker, reason)
+        pod.num_left_out = len(left_out)
+        self._publish(pod, events)
 
     def _publish(self, pod: _Pod, events: Sequence[Event]) -> None:
-        if not events:
-            return
+        if not events or not pod.contents.incarnation:
+            return  # before its first metrics, with which all that is known is told
         contents = pod.contents
         batch = EventBatch(pod.worker, contents.incarnation, contents.next_seq, tuple(events))
         contents.next_seq = batch.next_seq

@@ -1,11 +1,14 @@
 """The ZeroMQ sockets of one engine's KV events: published ones, and replays of those that were missed."""
 
 import asyncio
+import json
 import logging
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from mallee.actors.front.pods.kv_events import Arrival, EventOrder
+from mallee.actors.front.pods.event_order import Arrival, EventOrder
+from mallee.protocol.errors import shown
 
 if TYPE_CHECKING:
     import zmq.asyncio
@@ -16,6 +19,9 @@ REPLAY_S: Final = 5.0  # for the next message of a replay
 MAX_QUEUED: Final = 10_000  # messages, in the socket
 MAX_NBYTES: Final = 64 << 20  # of a message
 _LOOK_S: Final = 0.5  # between two looks for a replay that is wanted, in silence
+MAX_RANKS: Final = 256  # of one pod
+_ENDPOINT: Final = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.]*\]|[^:/]+):(?P<port>[0-9]{1,5})")
+_ANY_HOST: Final = ("*", "0.0.0.0", "[::]")  # noqa: S104
 _SEQ_NBYTES: Final = 8
 _END: Final = (-1).to_bytes(_SEQ_NBYTES, "big", signed=True)
 
@@ -26,6 +32,39 @@ class EventPlaces(NamedTuple):
     live: str
     replay: str | None
     topic: str
+
+
+def told_places(text: str, host: str) -> dict[int, EventPlaces]:
+    """The places by rank in vLLM's answer to `GET /kv_event_sources`, of an engine at `host`.
+
+    Raises ValueError, with a reason for the user.
+    """
+    found: dict[int, EventPlaces] = {}
+    try:
+        sources: dict[str, dict[str, str | None]] = json.loads(text)
+        for rank, source in list(sources.items())[:MAX_RANKS]:
+            if source["publisher"] == "zmq":
+                replay = source["replay_endpoint"]
+                found[int(rank)] = EventPlaces(
+                    live=_reachable(str(source["endpoint"]), host),
+                    replay=None if replay is None else _reachable(replay, host),
+                    topic=source["topic"] or "",
+                )
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"/kv_event_sources is not understood: {error!r}") from error
+    if not found:
+        raise ValueError("it publishes no KV events: start vLLM with --kv-events-config")
+    return found
+
+
+def _reachable(endpoint: str, host: str) -> str:
+    """`endpoint` as an engine binds it, for those elsewhere."""
+    match = _ENDPOINT.fullmatch(endpoint)
+    if match is None:
+        raise ValueError(
+            f"it publishes KV events at {shown(endpoint)}, which is no tcp://host:port"
+        )
+    return f"tcp://{host if match['host'] in _ANY_HOST else match['host']}:{match['port']}"
 
 
 class Subscriber:

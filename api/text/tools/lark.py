@@ -3,17 +3,25 @@
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 from mallee.api.text.conversation import Function
+from mallee.protocol.messages import JSON_ESCAPES, JSON_SPACE
 
 # JSON as templates write it: with one space, so that the next turn's prompt begins with the answer's tokens.
 _LAYOUT: Final = {
     "item_separator": ", ",
     "key_separator": ": ",
     "whitespace_flexible": False,
+    "json_allowed_escapes": JSON_ESCAPES,
 }
+# As of an answer that is JSON alone.
+_LOOSE: Final = {"whitespace_pattern": JSON_SPACE, "json_allowed_escapes": JSON_ESCAPES}
 ANY_TEXT: Final = r"/(.|\n)*/"
+FREE: Final[Mapping[str, Any]] = MappingProxyType({"type": "object"})
+"""The schema of arguments that are held to none."""
+_NAME: Final = "NAME"
 
 
 class Lark:
@@ -39,10 +47,10 @@ class Lark:
             if part
         )
 
-    def json(self, name: str, schema: Mapping[str, Any] | bool) -> str:
-        """A rule for values of `schema`."""
-        given = schema if isinstance(schema, Mapping) else {}
-        return self.add(name, "%json " + json.dumps({**given, "x-guidance": _LAYOUT}))
+    def json(self, name: str, schema: Mapping[str, Any], *, is_loose: bool = False) -> str:
+        """A rule for values of `schema`; `is_loose`: with white space as the model likes it."""
+        layout = _LOOSE if is_loose else _LAYOUT
+        return self.add(name, "%json " + json.dumps({**schema, "x-guidance": layout}))
 
     def arguments(self, name: str, parameters: Mapping[str, Any]) -> str:
         """A rule for the arguments of a function, an object whatever its schema leaves open."""
@@ -52,13 +60,30 @@ class Lark:
     def each_call(
         self, functions: Mapping[str, Function], head: Callable[[str], str], end: str
     ) -> list[str]:
-        """A rule for a call of each function: `head` of its name, its arguments, `end`."""
-        rules = []
+        """A rule for a call of each function: `head` of its name, its arguments, `end`.
+
+        Functions whose arguments are free share one: hundreds of rules side by side are too many.
+        """
+        rules, free = [], [name for name, each in functions.items() if each.parameters == FREE]
         for i, function in enumerate(functions.values()):
+            if function.name in free:
+                continue
             arguments = self.arguments(f"arguments_{i}", function.parameters)
             body = f"{self.literal(head(function.name))} {arguments} {self.literal(end)}"
             rules.append(self.add(f"call_{i}", body))
+        if free:
+            before, _, after = head(_NAME).partition(_NAME)
+            parts = (
+                *(self.literal(before), self.name(free), self.literal(after)),
+                *(self.json("any_arguments", FREE), self.literal(end)),
+            )
+            rules.append(self.add("free_call", " ".join(parts)))
         return rules
+
+    def name(self, names: Sequence[str]) -> str:
+        """A rule for one of the names of functions, as one word."""
+        words = "|".join(re.escape(name).replace("/", r"\/") for name in names)
+        return self.add("free_name", f"/{words}/")
 
     def calls(self, options: Sequence[str], separator: str | None) -> None:
         """The rule "calls": one of `options`, or more with `separator` between them."""

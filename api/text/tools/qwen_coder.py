@@ -7,7 +7,7 @@ are written as JSON here, and come by parameter.
 from collections.abc import Mapping
 from typing import Any, Final
 
-from mallee.api.text.tools.lark import Lark
+from mallee.api.text.tools.lark import FREE, Lark
 from mallee.api.text.tools.parser import ToolFormat
 from mallee.api.text.tools.source import (
     Block,
@@ -70,7 +70,15 @@ class QwenCoder(ToolFormat):
         text = lark.text_until("text", "\n" + VALUE_END)
         end = lark.literal("</function>\n" + CLOSE)
         calls = []
+        if free := [name for name, each in functions.items() if each.parameters == FREE]:
+            key = lark.literal("<parameter=") + r" /[^<>\n]+/ " + lark.literal(">\n")
+            head = lark.literal("\n<function="), lark.name(free), lark.literal(">\n")
+            newline = lark.literal("\n")
+            values = f"({key} {text} {newline})*"
+            calls.append(lark.add("free_call", " ".join((*head, values, end))))
         for i, function in enumerate(functions.values()):
+            if function.name in free:
+                continue
             body = [lark.literal(f"\n<function={function.name}>\n")]
             kinds = function.parameters.get("properties")
             required = function.parameters.get("required")
@@ -121,7 +129,7 @@ def _value_rule(
 ) -> str:
     """Of a value and what ends it. Of texts an enumeration counts, and no other condition."""
     end = lark.literal("\n" + VALUE_END)
-    given = dict(kind) if isinstance(kind, Mapping) else {}
+    given = dict(kind) if isinstance(kind, Mapping) else {} if kind is not False else {"enum": []}
     choices = given.get("enum", [given["const"]] if "const" in given else None)
     if given.get("type") == "string":
         if isinstance(choices, list) and choices and all(isinstance(c, str) for c in choices):

@@ -67,7 +67,7 @@ export class Details {
     else if (node.capsule) parts.push(...this.#capsule(node, known));
     const life = make("div");
     parts.push(life);
-    this.#once(`life ${node.request}`, () => this.#life(node.request)).then((made) => life.replaceChildren(...made));
+    this.#once(`life ${node.request}`, () => this.#life(node)).then((made) => life.replaceChildren(...made));
     return parts;
   }
 
@@ -85,8 +85,8 @@ export class Details {
 
   #capsule(node, known) {
     const text = make("pre.text", {}, "…");
-    this.#once(`text ${node.capsule}`, () => readText(node)).then((made) => text.replaceChildren(...made));
-    this.#once(`facts ${node.capsule}`, () => readFacts(node)).then((made) => known.replaceChildren(...made));
+    this.#once(`text ${node.capsule}`, () => readText(this.store, node)).then((made) => text.replaceChildren(...made));
+    this.#once(`facts ${node.capsule}`, () => readFacts(this.store, node)).then((made) => known.replaceChildren(...made));
     return [make("h3", {}, "Text"), text, ...this.#forkForm(node), ...this.#searchForm(node),
       make("h3", {}, "Ends what went on from here, and releases its capsules"),
       twice("button.danger.prune", "Prune below", () => this.actions.prune(node))];
@@ -118,8 +118,9 @@ export class Details {
     return [make("h3", {}, "Search from here, by the model's own probabilities"), form];
   }
 
-  async #life(request) {
+  async #life({ request, capsule, session }) {
     const parts = [];
+    if (capsule && !(await this.store.isHeld({ capsule, session }))) return parts;
     try {
       const explained = await ask("GET", `v1/router/explain?request=${segment(request)}&candidates=16`);
       for (const decision of explained.data) parts.push(...placement(decision));
@@ -170,14 +171,15 @@ function twice(what, label, act) {
   return button;
 }
 
-async function readText(node) {
+async function readText(store, node) {
+  if (!(await store.isHeld(node))) return ["It is held no more."];
   const start = Math.max(0, node.isRoot ? 0 : node.start, node.tokens - TEXT_TOKENS);
   const told = await ask("GET", `v1/capsules/${segment(node.capsule)}/text?start=${start}`);
   return [start ? make("span.before", {}, `… after ${count(start)} tokens\n`) : "", told.text];
 }
 
-async function readFacts(node) {
-  const told = await ask("GET", `v1/capsules/${segment(node.capsule)}`);
+async function readFacts(store, node) {
+  const told = (await store.isHeld(node)) ? await ask("GET", `v1/capsules/${segment(node.capsule)}`) : { worker: "none" };
   return [facts([
     ["tokens", `${count(node.start)} to ${count(node.tokens)}`], ["request", node.request],
     ["worker", told.worker ?? (told.held === false ? "none: a fork computes it again" : undefined)],

@@ -81,6 +81,13 @@ function childrenOf(session) {
     nodes.set(name, { name, session: session.id, parent: each.capsule ?? "", tokens: null, drawn: each.tokens,
       prompt: each.prompt_tokens, request: each.request, branch: each });
   }
+  for (const { tokens, capsules } of session.prefixes ?? []) { // those of all come before those of some
+    const within = capsules.map((each) => nodes.get(each)).filter(Boolean);
+    if (within.length < 2) continue;
+    const name = `${within[0].name} prefix ${tokens}`;
+    nodes.set(name, { name, session: session.id, parent: within[0].parent, tokens, promptEnd: tokens, request: within[0].request });
+    for (const node of within) node.parent = name;
+  }
   const children = new Map();
   for (const node of nodes.values()) {
     const before = nodes.get(node.parent);

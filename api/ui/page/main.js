@@ -11,6 +11,8 @@ const $ = (id) => document.getElementById(id);
 const PANES = ["forest", "workers"];
 const RETRY_MS = [500, 1000, 2000, 5000], EVERY_MS = 1000, TEXTS_AT_ONCE = 4, TAIL_TOKENS = 40;
 
+const MARKS = /<\|[^|<>]*\|>|^[^<\s]*\|>/g; // of chat templates; the text may begin within one
+
 const store = new Store();
 let pane = "forest", watching = null, polling = null;
 
@@ -141,9 +143,11 @@ async function wants(nodes) {
     if (fetching.size >= TEXTS_AT_ONCE) return;
     if (fetching.has(node.name)) continue;
     fetching.add(node.name);
-    const start = Math.max(node.isRoot ? 0 : node.start, node.tokens - TAIL_TOKENS);
-    ask("GET", `v1/capsules/${segment(node.capsule)}/text?start=${start}`)
-      .then((told) => told.text, () => "")
+    const own = node.tokens > node.promptEnd ? node.promptEnd : node.start; // what was drawn, if anything was
+    const start = Math.max(node.isRoot ? 0 : own, node.tokens - TAIL_TOKENS);
+    store.isHeld(node)
+      .then((held) => held ? ask("GET", `v1/capsules/${segment(node.capsule)}/text?start=${start}`) : { text: "" })
+      .then((told) => told.text.replace(MARKS, " "), () => "")
       .then((text) => remember(store.texts, node.name, text))
       .finally(() => { fetching.delete(node.name); store.changed(); });
   }
@@ -155,7 +159,7 @@ const forest = new Forest($("forest"), $("canvas"), store, {
 });
 
 const nothing = make("p.empty", {}, "No sessions yet. A session is the tree of one agent's requests: name it in a request",
-  " (mallee.session, or a header such as x-session-id), or ask something above.");
+  " (mallee.session, a header such as x-session-id, or Mallee(..., session=\"mine\") of the SDK), or ask something above.");
 store.listen(() => {
   if (pane !== "forest") return;
   forest.update();
@@ -203,7 +207,7 @@ $("ask").addEventListener("submit", (event) => {
   const given = new FormData(event.target);
   run("ask", () => follow("v1/completions", {
     prompt: given.get("text"), n: Number(given.get("n")), max_tokens: Number(given.get("max_tokens")),
-    mallee: { session: given.get("session") },
+    mallee: { session: given.get("session") || `page-${Date.now().toString(36)}` },
   }).then(() => ""));
 });
 $("filter").addEventListener("input", (event) => {

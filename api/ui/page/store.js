@@ -1,7 +1,10 @@
 // What the page knows: sessions with their capsules and running branches, texts and values by node.
 // A node is a capsule, or a branch under way that will leave one: both have the name `REQUEST.BRANCH`.
 
+import { ask, sessionPath } from "./api.js";
+
 const MAX_REMEMBERED = 8192; // texts of nodes
+const HELD_MS = 2000; // for which a look at the capsules that are held counts
 
 export class Store {
   constructor() {
@@ -9,6 +12,7 @@ export class Store {
     this.texts = new Map(); // by node: the end of its text, or of its own part
     this.streams = new Map(); // by node: the text that this page's own requests have streamed
     this.values = new Map(); // by capsule: the score that a search of this page gave it
+    this.held = new Map(); // by session: when it was asked for, and its capsules that are held
     this.listeners = new Set();
   }
 
@@ -53,10 +57,20 @@ export class Store {
     Object.assign(session, { parent: told.parent, created: told.created, lastUsed: told.last_used });
     for (const node of told.nodes) session.nodes.set(node.capsule, node);
     for (const name of told.gone) session.nodes.delete(name);
+    session.prefixes = told.prefixes ?? session.prefixes;
     session.running = told.running;
     for (const branch of told.running) {
       if (branch.tail) remember(this.texts, nameOf(branch), branch.tail);
     }
+  }
+
+  /** Whether a node's capsule is held: nothing is asked of one that is gone. */
+  async isHeld(node) {
+    if (!(Date.now() - this.held.get(node.session)?.at < HELD_MS)) {
+      const asked = ask("GET", sessionPath(node.session));
+      this.held.set(node.session, { at: Date.now(), capsules: asked.then((told) => new Set(told.nodes.filter((each) => each.held).map((each) => each.capsule))) });
+    }
+    return (await this.held.get(node.session).capsules).has(node.capsule);
   }
 
   /** Add what this page's own request streamed of a branch. */

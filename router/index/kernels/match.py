@@ -48,14 +48,49 @@ def all_hold(s: int, key: int, tiers: int) -> bool:
     if value < 0:
         return False
     ref = value & layout.LOW
-    if ref == get(s, layout.AT_KNOWN_REF):
-        return True
-    for word in range(get(s, layout.AT_COLUMNS) >> 6):
-        alive = get(s, column_word(s, layout.REGION_ALIVE, word))
-        if alive != 0 and alive & ~bits_of(s, ref, word, tiers) != 0:
+    if ref != get(s, layout.AT_KNOWN_REF):
+        if not has_all(s, ref, tiers):
             return False
-    put(s, layout.AT_KNOWN_REF, ref)
+        put(s, layout.AT_KNOWN_REF, ref)
     return True
+
+
+@kernel
+def has_all(s: int, ref: int, tiers: int) -> bool:
+    """Whether all candidates are in a set."""
+    num_words = get(s, layout.AT_COLUMNS) >> 6
+    alive_at = column_word(s, layout.REGION_ALIVE, 0)
+    lost = 0
+    if tiers == 1 and ref & layout.ROW_BIT:
+        row = row_at(s, ref ^ layout.ROW_BIT)
+        for word in range(num_words):  # without branches: several words at once
+            lost |= get(s, alive_at + word) & ~get(row, 2 + word)
+        return lost == 0
+    for word in range(num_words):
+        lost |= get(s, alive_at + word) & ~bits_of(s, ref, word, tiers)
+    return lost == 0
+
+
+@kernel
+def walk(s: int, hashes: Hashes, tiers: int, at: int, stop: int) -> int:
+    """The first block after `at` and before `stop` that a candidate lacks, or `stop`.
+
+    Nothing is written in the loop, so that the addresses in it are computed once: all_hold for each block
+    took twice as long.
+    """
+    known = get(s, layout.AT_KNOWN_REF)
+    begin = at
+    at += 1
+    while at < stop:
+        value = value_of(s, signed(hashes[at]))
+        ref = value & layout.LOW
+        if value < 0 or (ref != known and not has_all(s, ref, tiers)):
+            break
+        known = ref
+        at += 1
+    put(s, layout.AT_KNOWN_REF, known)
+    add(s, layout.AT_PROBES, min(at, stop - 1) - begin)
+    return at
 
 
 @kernel
@@ -90,16 +125,18 @@ def next_loss(s: int, hashes: Hashes, tiers: int, at: int) -> int:
     """
     last = len(hashes) - 1
     if may_have_holes(s):
-        evicts = get(s, layout.AT_EVICTED) > 0
         while at < last:
+            stop = min(at - at % layout.WALK + layout.WALK, last) + 1
             if at % layout.WALK == 0:
-                prefetch(s, hashes, at + 1, min(at + 1 + layout.WALK, last + 1))
-            if evicts:
-                touch(s, signed(hashes[at]))
-            if not all_hold(s, signed(hashes[at + 1]), tiers):
-                break
-            at += 1
-        return at + 1
+                prefetch(s, hashes, at + 1, stop)
+            lost = walk(s, hashes, tiers, at, stop)
+            if get(s, layout.AT_EVICTED) > 0:
+                for used in range(at, lost):
+                    touch(s, signed(hashes[used]))
+            if lost < stop:
+                return lost
+            at = lost - 1
+        return last + 1
     if at == last or all_hold(s, signed(hashes[last]), tiers):
         return last + 1
     lost = last
@@ -140,8 +177,9 @@ def match(s: int, hashes: Hashes, tiers: int, scale: int, most: int, counts: Cou
             alive = get(s, alive_at + word)
             if alive != 0:
                 left = alive & bits_of(s, value & layout.LOW, word, tiers) if value >= 0 else 0
-                credit(s, alive & ~left, word, min(at * scale, most), counts)
-                put(s, alive_at + word, left)
+                if left != alive:
+                    credit(s, alive & ~left, word, min(at * scale, most), counts)
+                    put(s, alive_at + word, left)
                 num_alive += left != 0
 
 

@@ -257,18 +257,24 @@ async def test_a_pod_that_falls_silent_gets_nothing_until_it_speaks_again() -> N
                 await until(lambda: len(picker.router.workers()) == 3)
 
 
-@pytest.mark.parametrize("has_replay", [False, True])
-@pytest.mark.parametrize("is_positional", [False, True])
+@pytest.mark.parametrize(
+    ("has_replay", "is_positional", "tells_sources"),
+    [(False, False, False), (True, False, True), (False, True, False), (True, True, False)],
+)
 async def test_caches_are_known_by_their_events(
-    tmp_path: Path, has_replay: bool, is_positional: bool
+    tmp_path: Path, has_replay: bool, is_positional: bool, tells_sources: bool
 ) -> None:
-    """Also what a pod had stored before the picker came, where it repeats it; what it evicts is forgotten."""
+    """Also what a pod had stored before the picker came, where it repeats it; what it evicts is forgotten.
+
+    A pod that tells where it publishes needs no ports in the settings.
+    """
     publisher = KVPublisher(is_positional=is_positional)
     model = model_folder(tmp_path)
-    ports = {"events_port": publisher.port}
-    if has_replay:
+    ports = {} if tells_sources else {"events_port": publisher.port}
+    if has_replay and not tells_sources:
         ports["replay_port"] = publisher.replay_port
-    async with VllmPod(publisher=publisher, num_blocks=32) as warm:
+    pod = VllmPod(publisher=publisher, num_blocks=32, tells_sources=tells_sources)
+    async with pod as warm:
         early = prompt(0)["prompt"]
         await publisher.publish(warm.cache.take(early)[1])
         async with running(picker_config([warm.address], model=model, **ports)) as picker:
@@ -287,8 +293,9 @@ async def test_caches_are_known_by_their_events(
             if has_replay:
                 await until(lambda: overlap(0) == 12)
             else:
-                (pod,) = picker.pods._pods.values()
-                while pod.contents.order._next is None:  # ZeroMQ takes a while to subscribe
+                (followed,) = picker.pods._pods.values()
+                # ZeroMQ takes a while to subscribe.
+                while not followed.contents.orders or not followed.contents.orders[0].has_begun:
                     await publisher.publish([])
                     await asyncio.sleep(0.01)
                 assert overlap(0) == 0
@@ -305,6 +312,9 @@ async def test_caches_are_known_by_their_events(
                 await until(lambda: overlap(5) == 12)
                 assert overlap(4) == 12, "the replay brought what was lost"
                 assert picker.pods.num_gaps >= 1
+            (cache,) = picker.pods.caches().values()
+            assert cache.is_whole == (cache.why == "") == has_replay
+            assert cache.num_blocks == 32
 
 
 async def test_a_picker_whose_task_broke_is_not_ready_and_ends(

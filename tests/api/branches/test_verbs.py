@@ -328,7 +328,7 @@ async def test_the_sdk_has_the_verbs() -> None:
     async with tiny_api(MODEL, 1) as (client, fleet), AsyncMallee(str(client.base_url)) as sdk:
         asked: Any = None
         async with sdk.stream(PROMPT, max_tokens=200, ignore_eos=True, seed=3) as branches:
-            async for event in branches:
+            async for event in branches.events():
                 if asked is None and event.text:
                     branch = branches.branches[0]
                     assert await branch.prioritize(9)

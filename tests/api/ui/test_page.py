@@ -134,16 +134,59 @@ async def test_a_prefix_that_answers_share_is_drawn_once(stack: MockStack) -> No
             await page.locator("#details", has_text="Placed on w").wait_for()
 
 
+async def test_prompts_that_begin_alike_are_one_tree(stack: MockStack) -> None:
+    """As the parallel branches of a LangGraph ask: each names the session and its whole prompt."""
+    async with httpx.AsyncClient(base_url=stack.base_url, timeout=30) as client:
+        asked = ("A?", "B?", "C?")
+        capsules = [(await complete(client, "grove", prompt=DOCUMENT + each))[0] for each in asked]
+        async with browser_page() as page:
+            await page.goto(f"{stack.base_url}/ui")
+            await page.locator(".node").nth(len(capsules)).wait_for()
+            boxes = {
+                str(await each.get_attribute("data-name")): await each.bounding_box()
+                for each in await page.locator(".node").all()
+            }
+            (shared,) = boxes.keys() - {*capsules}
+            assert " prefix " in shared
+            begin = boxes[shared]
+            assert begin is not None
+            for name in capsules:
+                box = boxes[name]
+                assert box is not None
+                assert box["x"] > begin["x"] + begin["width"], "each begins where they part"
+            await page.locator(f'.node[data-name="{shared}"]').click()
+            await page.locator("#details", has_text="Its request: ended").wait_for()
+
+
+async def test_a_capsule_that_is_gone_is_not_asked_for(stack: MockStack) -> None:
+    async with (
+        httpx.AsyncClient(base_url=stack.base_url, timeout=30) as client,
+        browser_page() as page,
+    ):
+        bad: list[str] = []
+        page.on("response", lambda each: bad.append(each.url) if each.status >= 400 else None)
+        (capsule,) = await complete(client, "grove")
+        assert (await client.delete(f"/v1/capsules/{capsule}")).status_code == 200
+        await page.goto(f"{stack.base_url}/ui")
+        await page.locator(f'.node[data-name="{capsule}"]').click()
+        await page.locator("#details pre.text", has_text="It is held no more.").wait_for()
+        assert bad == []
+
+
 async def test_asking_searching_and_workers(stack: MockStack) -> None:
     async with browser_page() as page:
         await page.goto(f"{stack.base_url}/ui")
         await page.get_by_text("No sessions yet.").wait_for()
-        await page.locator("#ask [name=session]").fill("<b>bold</b>")
+        await page.locator("#ask [name=text]").fill("a mallee is")
+        await page.locator("#ask button").click()
+        await page.locator(".row.session", has_text="page-").wait_for()
+        await page.locator("#filter").fill("bold")
+        await page.locator("#ask [name=session]").fill("<b>bold")
         await page.locator("#ask [name=text]").fill("a mallee is <script>alert(1)</script>")
         await page.locator("#ask [name=n]").fill("1")
         await page.locator("#ask [name=max_tokens]").fill("6")
         await page.locator("#ask button").click()
-        await page.locator(".row.session", has_text="<b>bold</b>").wait_for()
+        await page.locator(".row.session", has_text="<b>bold").wait_for()
         await page.locator(".node.kept").click()
         await page.locator("#details pre.text", has_text="<script>alert(1)</script>").wait_for()
         await page.locator("form.search [name=policy]").select_option("beam")

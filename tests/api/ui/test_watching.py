@@ -24,6 +24,7 @@ from mallee.gateway.gateway import Gateway
 from mallee.gateway.requests.requests import OpenBranch
 from mallee.gateway.sessions.trees import SessionKey, SessionTrees
 from mallee.gateway.store.store import Entry
+from mallee.protocol.hashing import NO_HASHES
 from mallee.protocol.ids import CapsuleId, RequestId, Scope
 from mallee.testing.random_model import random_model
 from support.mock_scene import make_folder, mock_config
@@ -85,6 +86,7 @@ class Watching(RuleBasedStateMachine):
         self.num = 0
         gateway = SimpleNamespace(
             sessions=SimpleNamespace(trees=self.trees),
+            capsules=SimpleNamespace(hashes=lambda capsule: NO_HASHES),
             requests=SimpleNamespace(open_branches=self.branches),
         )
         tokenizer = SimpleNamespace(decode=lambda ids, **_: "".join(map(str, ids)))

@@ -253,3 +253,28 @@ def test_hashes_that_are_not_known_tie_to_the_newest(num: int) -> None:
     scene.hashes_of = lambda capsule: np.array([], dtype="<u8")  # type: ignore[method-assign]
     (made,) = scene.ask([*scene.texts[left[num]], *range(30)], [[1]])
     assert scene.parent(made) == left[-1]
+
+
+@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=7), min_size=1, max_size=9))
+def test_prompts_that_part_share_the_blocks_that_they_begin_with(shapes: list[list[int]]) -> None:
+    """Of each two requests without a parent, by comparing their texts; prefixes of all come first."""
+    scene = Scene()
+    alone: dict[CapsuleId, list[int]] = {}
+    for i, shape in enumerate(
+        shapes
+    ):  # a block a number, and an own end for each, which is no turn of another
+        prompt = [each for each in shape for _ in range(BLOCK)] + [2 + i] * (BLOCK + END_TOKENS)
+        for made in scene.ask(prompt, [[9] * 8] * 2):
+            if not scene.parent(made):
+                alone[made] = prompt
+    tree = scene.trees.get(KEY)
+    assert tree is not None
+    found = scene.trees.prefixes(tree, scene.hashes_of)
+    for a, first in alone.items():
+        for b, second in alone.items():
+            if a.partition(".")[0] == b.partition(".")[0]:
+                continue
+            same = next(i for i in range(len(first)) if first[i : i + 1] != second[i : i + 1])
+            told = [each.tokens for each in found if {a, b} <= {*each.capsules}]
+            assert max(told, default=0) == same // BLOCK * BLOCK
+            assert told == sorted(told)

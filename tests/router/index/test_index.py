@@ -233,6 +233,32 @@ def test_digests_tell_holdings_apart_and_nothing_else(
     assert moved or one.digest(worker) != other.digest(worker)
 
 
+@examples(20)
+@given(st.integers(0, 1 << 30), st.sampled_from([1, 70, 300]), st.sampled_from([0.0, 0.002, 0.2]))
+def test_long_paths_with_holes_equal_brute_force(
+    seed: int, num_workers: int, share_lost: float
+) -> None:
+    """K1: over several stretches of a walk; workers lose blocks anywhere, some of them to a lower tier."""
+    rng = np.random.default_rng(seed)
+    path = rng.integers(1, TOP, int(rng.integers(1, 260)), dtype=np.uint64)
+    index = PrefixIndex(num_workers)
+    truth = np.ones((2, num_workers, len(path)), dtype=bool)  # held in the tiers up to this one
+    for worker in range(num_workers):
+        index.set_prefix_closed(worker, False)
+        index.store(worker, path)
+        lost = rng.random(len(path)) < share_lost
+        lost[int(rng.integers(1, len(path) + 1)) :] |= rng.random() < 0.3
+        is_lower = rng.random(len(path)) < 0.5
+        index.remove(worker, path[lost])
+        index.store(worker, path[lost & is_lower], 1)
+        truth[0, worker] = ~lost
+        truth[1, worker] = ~lost | is_lower
+    index.check()
+    for tier in (0, 1):
+        expected = np.cumprod(truth[tier], axis=1).sum(axis=1)
+        assert index.match(path, tier).tolist() == expected.tolist()
+
+
 def test_a_jump_looks_up_a_fifth_of_what_a_walk_does() -> None:
     """K3: same answers for a path of 2048 blocks, with at least five times fewer lookups."""
     keys = np.random.default_rng(3).integers(1, TOP, 2048, dtype=np.uint64)

@@ -16,15 +16,12 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer, grammar_from
 
 from mallee.protocol.errors import InvalidParameter
-from mallee.protocol.messages import Grammar
+from mallee.protocol.messages import JSON_ESCAPES, JSON_SPACE, Grammar
 from mallee.worker.forward import Words, num_words
 from mallee.worker.model.sampling.trial import TokenizerSpec, Trial, parser_limits
 
 MAX_CACHED: Final = 256
 MAX_ERROR_CHARS: Final = 400
-# One space, or a new line and its indentation: models that may write any amount of white space
-# sometimes never end.
-WHITESPACE: Final = r" |\n {0,24}"
 # From here on several threads are faster than one.
 _MANY: Final = 16
 
@@ -189,7 +186,8 @@ def _json_object(source: str) -> str:
 
 def _of_schema(schema: dict[str, Any] | bool) -> str:
     return LLMatcher.grammar_from_json_schema(
-        json.dumps(schema), defaults={"whitespace_pattern": WHITESPACE}
+        json.dumps(schema),
+        defaults={"whitespace_pattern": JSON_SPACE, "json_allowed_escapes": JSON_ESCAPES},
     )
 
 

@@ -1,0 +1,687 @@
+"""A `Runner` over vLLM's AsyncLLM: each branch of a request is a request of the engine, on token ids.
+
+The engine shares KV by what is in its blocks, once these are computed. So of branches that begin with the
+same blocks, which it does not hold, one goes first (`Flights`); the others follow when it has drawn a token.
+A capsule is a text: its forks compute what the engine's cache has lost of it.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from mallee.actors.foreign.asking import (
+    Output,
+    finish_of,
+    is_exact,
+    logprobs_of,
+    prompt_of,
+    sampling_fields,
+    stop_ids,
+)
+from mallee.actors.foreign.texts import CapsuleText, CapsuleTexts, TextLimits
+from mallee.actors.front.pods.event_order import Arrival
+from mallee.actors.front.pods.kv_events import PodContents
+from mallee.actors.hosting.worker import STOP_S, Capacity, Identity, Results
+from mallee.protocol.capabilities import needs, refusal
+from mallee.protocol.errors import (
+    CapsuleAbandoned,
+    CapsulesFull,
+    ContextLengthExceeded,
+    InternalError,
+    InvalidParameter,
+    MalleeError,
+    UnknownBranch,
+    UnknownCapsule,
+)
+from mallee.protocol.events import (
+    CapsuleReleased,
+    CapsuleStored,
+    Cleared,
+    Event,
+    EventBatch,
+    Load,
+    Snapshot,
+    pack_hashes,
+)
+from mallee.protocol.hashing import NO_HASHES, Hashes, Tokens, block_hashes
+from mallee.protocol.ids import CapsuleId, RequestId, capsule_id, owner_of
+from mallee.protocol.messages import (
+    Cancel,
+    CapsuleReply,
+    CapsuleStatus,
+    Capture,
+    Command,
+    Cut,
+    Delete,
+    EndToken,
+    FinishReason,
+    Fork,
+    Generate,
+    Grammar,
+    Inspect,
+    Kept,
+    Limits,
+    Pin,
+    Prefill,
+    Release,
+    Rewind,
+    Sampling,
+    TokenLogprobs,
+    Update,
+    unpack_tokens,
+)
+from mallee.runtime.tasks import Tasks
+from mallee.runtime.telemetry.logs import ids, stack_of, told
+from mallee.worker.records import StepResult
+from mallee.worker.updates import FrameSink
+
+log = logging.getLogger(__name__)
+
+MAX_BRANCHES = 4096  # of one request
+_ONE_TOKEN = Limits(1, ignore_eos=True)  # of a prefill, which drops it
+
+
+class AsyncEngine(Protocol):
+    """The part of vLLM's `AsyncLLM` that a runner uses. `params` makes its `SamplingParams`, or ValueError.
+
+    `errored`: its core is dead. `generate` gives deltas of one answer; to close it aborts what is left.
+    """
+
+    @property
+    def errored(self) -> bool: ...
+
+    def params(self, fields: Mapping[str, Any]) -> Any: ...
+
+    def generate(
+        self, prompt: Any, sampling_params: Any, request_id: str
+    ) -> AsyncGenerator[Output, None]: ...
+
+    def shutdown(self, timeout: float | None = None) -> None: ...
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    """A request for branches. `leaves`: the capsule of a prefill; else each branch leaves its own."""
+
+    request: RequestId
+    gateway: str
+    salt: str
+    limits: Limits
+    sampling: Sampling = field(default_factory=Sampling)
+    grammar: Grammar | None = None
+    drawn: int = 0  # tokens at the end of its prompt, elsewhere
+    num_scores: int = -1  # likeliest tokens to tell in each place of the prompt; -1: none
+    ttl_s: float | None = None  # of capsules that are kept
+    leaves: CapsuleId | None = None
+    made: asyncio.Future[bool] | None = None  # the capsule that it makes, or waits for
+    branches: "dict[int, _Branch]" = field(default_factory=dict)
+
+    @property
+    def is_resampled(self) -> bool:
+        return self.drawn > 0 and not is_exact(self.sampling)
+
+    def capsule(self, index: int) -> CapsuleId:
+        return self.leaves or capsule_id(self.request, index)
+
+
+@dataclass(eq=False, slots=True)
+class _Branch:
+    """One branch, that runs or waits for others with its prompt."""
+
+    job: _Job
+    index: int
+    prompt: Tokens
+    tokens: list[int] = field(default_factory=list)  # drawn here
+    cached: int | None = None  # tokens of the prompt; None: it has drawn nothing
+    is_given: bool = False  # to the engine
+    task: asyncio.Task[None] | None = None
+
+    def text(self, name: CapsuleId, ttl_s: float | None) -> CapsuleText:
+        """All of it, prompt and answer, as a capsule."""
+        tokens = np.concatenate((self.prompt, np.array(self.tokens, dtype="<u4")))
+        drawn = None if self.job.leaves else self.job.drawn + len(self.tokens)
+        return CapsuleText(name, tokens, self.job.salt, drawn, ttl_s)
+
+    def update(self, **more: Any) -> Update:
+        return Update(
+            request=self.job.request,
+            branch=self.index,
+            cached_tokens=self.cached or 0,
+            prefill_tokens=0 if self.cached is None else len(self.prompt) - self.cached,
+            resampled=self.job.is_resampled,
+            **more,
+        )
+
+
+class Flights:
+    """Blocks that are being computed for the first time, each by one branch."""
+
+    def __init__(self, holds: Callable[[int], bool]) -> None:
+        self._holds = holds
+        self._flights: dict[int, asyncio.Future[bool]] = {}  # by block
+
+    async def join(self, hashes: Sequence[int]) -> asyncio.Future[bool]:
+        """Wait for the blocks of a prompt that others compute; begin a flight with those of its own."""
+        had = 0
+        while True:
+            at = next((i for i in range(len(hashes), had, -1) if hashes[i - 1] in self._flights), 0)
+            if not at:
+                break
+            # One that was given up has computed nothing: then another goes first.
+            if await asyncio.shield(self._flights[hashes[at - 1]]):
+                had = at
+        flight: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        for each in hashes[had:]:
+            if each not in self._flights and not self._holds(each):
+                self._flights[each] = flight
+        return flight
+
+    def land(self, flight: asyncio.Future[bool], hashes: Iterable[int], *, is_done: bool) -> None:
+        """End a flight. Ignored if it has ended."""
+        if flight.done():
+            return
+        for each in hashes:
+            if self._flights.get(each) is flight:
+                del self._flights[each]
+        flight.set_result(is_done)
+
+    def check(self) -> None:
+        """Raises AssertionError if a flight that has ended is kept."""
+        assert not any(flight.done() for flight in self._flights.values())
+
+
+class ForeignRunner:
+    """Requests of one worker on one engine. Belongs to one event loop, the engine's.
+
+    `contents` has the engine's cache, by its events (`take_events`); `progressed` notes its steps.
+    """
+
+    grammars = None  # the engine compiles them
+    lend = None
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        identity: Identity,
+        capacity: Capacity,
+        results: Results,
+        *,
+        contents: PodContents,
+        limits: TextLimits,
+        clock: Callable[[], float],
+    ) -> None:
+        self._engine = engine
+        self._identity = identity
+        self._capacity = capacity
+        self._results = results
+        self.contents = contents
+        self._clock = clock
+        self._model = identity.model
+        self.tasks = Tasks(f"foreign engine of {identity.worker}")
+        self.flights = Flights(contents.names.holds)
+        self.texts = CapsuleTexts(
+            limits,
+            clock=clock,
+            stored=lambda text: self._tell_events(self._stored(text)),
+            released=lambda capsule: self._tell_events(CapsuleReleased(capsule)),
+        )
+        self._jobs: dict[RequestId, _Job] = {}
+        self._making: dict[CapsuleId, _Branch] = {}  # prefills
+        self._sink = FrameSink()
+        self._events: list[Event] = []
+        self._is_flushing = False
+        self._step = 0
+        self._usage = 0.0  # of the engine's blocks, those in use
+        self._progress_at = 0.0
+        self._follow: Callable[[], Coroutine[Any, Any, None]] | None = None
+        self.is_alive = False
+        self.next_seq = 0
+        self.on_step: Callable[[float], None] | None = None
+
+    # Life
+
+    def start(self) -> None:
+        self.is_alive = True
+        if self._follow is not None:
+            self.tasks.spawn(self._follow(), name="the engine's cache events")
+
+    def follow(self, run: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Have `run`, which reads the engine's events, in a task from the start on."""
+        self._follow = run
+
+    @property
+    def _branches(self) -> list[_Branch]:
+        return [branch for job in self._jobs.values() for branch in job.branches.values()]
+
+    def turn_age(self, now: float) -> float:
+        """Seconds for which the engine has made no progress with what it has."""
+        return now - self._progress_at if any(b.is_given for b in self._branches) else 0.0
+
+    def progressed(self, usage: float) -> None:
+        """The engine has done a step; `usage`: the share of its blocks that are in use."""
+        now = self._clock()
+        if self.on_step is not None and self._step:
+            self.on_step(now - self._progress_at)
+        self._usage, self._progress_at = usage, now
+        self._flush_soon()
+
+    def abort(self, error: Exception) -> None:
+        self.is_alive = False
+        for branch in self._branches:
+            self._retire(branch)
+
+    async def stop(self, error: Exception, *, within_s: float = STOP_S) -> bool:
+        """Abort, and end the engine's processes."""
+        self.abort(error)
+        await self.tasks.close()
+        await asyncio.to_thread(self._engine.shutdown, within_s)
+        return True
+
+    # Commands
+
+    def submit(self, gateway: str, commands: Sequence[Command]) -> None:
+        for command in commands:
+            try:
+                if missing := needs(command).intersection(self._identity.lacks):
+                    raise refusal(missing)
+                self._take(gateway, command)
+            except MalleeError as error:
+                self._refuse(gateway, command, error)
+        self._flush_soon()
+
+    def _refuse(self, gateway: str, command: Command, error: MalleeError) -> None:
+        match command:
+            case Generate(request=request) | Fork(request=request) | Prefill(request=request):
+                if RequestId(request) not in self._jobs:  # else the update would end that one
+                    self._sink.refuse(gateway, request, error)
+                    return
+            case Capture() | Rewind() | Pin() | Inspect() | Delete():
+                self._sink.reply(gateway, CapsuleReply(command.request, error=error.to_wire()))
+                return
+            case _ if needs(command):  # about a branch or a capsule, too
+                request = getattr(command, "request", "")
+                self._sink.reply(gateway, CapsuleReply(request, error=error.to_wire()))
+                return
+        text = "a command of gateway %s was refused: %s"
+        log.warning(text, gateway, told(error), extra=ids(gateway=gateway))
+
+    def _take(self, gateway: str, command: Command) -> None:
+        match command:
+            case Generate() | Prefill():
+                self._open(gateway, command)
+            case Fork():
+                self._fork(gateway, command)
+            case Cancel(request=request, branch=index):
+                for branch in self._branches:
+                    if branch.job.request == request and index in (None, branch.index):
+                        self._end(branch, "cancelled")
+            case Release(capsule=capsule):
+                self._forget(capsule)
+            case Cut():
+                self._cut(gateway, command)
+            case Capture(request=request, of=of, branch=index, ttl_s=ttl_s):
+                taken = self._branch(gateway, of, index)
+                if taken is None:
+                    raise UnknownBranch(of, index)
+                self._keep(gateway, request, taken.text(capsule_id(RequestId(request)), ttl_s))
+            case Rewind(request=request, ttl_s=ttl_s):
+                whole, name = self.texts.get(command.capsule), capsule_id(RequestId(request))
+                self._keep(gateway, request, whole.first(command.at, name, ttl_s))
+            case Pin(request=request, ttl_s=ttl_s, is_pinned=is_pinned):
+                whole = self.texts.get(command.capsule)
+                self._keep(gateway, request, replace(whole, ttl_s=ttl_s if is_pinned else None))
+            case Inspect(request=request, capsule=capsule):
+                self._sink.reply(gateway, CapsuleReply(request, self._status(capsule)))
+            case Delete(request=request, capsule=capsule):
+                self._sink.reply(gateway, CapsuleReply(request, self._status(capsule)))
+                self._forget(capsule)
+            case _:
+                raise InternalError(f"a {type(command).__name__} is lacked, and does not say so")
+
+    def drop(self, gateway: str) -> None:
+        for branch in self._branches:
+            if branch.job.gateway == gateway:
+                self._retire(branch)
+        self._sink.drop(gateway)
+        # Its tasks notice that they are cancelled first.
+        asyncio.get_running_loop().call_soon(self._results.dropped, gateway)
+
+    # Beginnings
+
+    def _open(self, gateway: str, command: Generate | Prefill) -> None:
+        tokens, request = unpack_tokens(command.tokens), RequestId(command.request)
+        if not len(tokens):
+            raise InvalidParameter("tokens", [], "give at least one token")
+        command.validate(len(tokens))
+        if isinstance(command, Generate):
+            job = _Job(
+                request=request,
+                gateway=gateway,
+                salt=command.salt,
+                limits=command.limits,
+                sampling=command.sampling,
+                grammar=command.grammar,
+                drawn=command.drawn,
+                num_scores=command.prompt_logprobs,
+                ttl_s=command.keep_s,
+            )
+            self._begin(job, [tokens] * command.n, command.first_branch)
+            return
+        job = _Job(
+            request=request,
+            gateway=gateway,
+            salt=command.salt,
+            limits=_ONE_TOKEN,
+            ttl_s=None if command.replaceable else command.ttl_s,
+            leaves=CapsuleId(command.capsule) if command.capsule else capsule_id(request),
+        )
+        self._begin(job, [tokens], 0)
+        job.made = asyncio.get_running_loop().create_future()
+        self._making[job.capsule(0)] = job.branches[0]
+
+    def _fork(self, gateway: str, command: Fork) -> None:
+        making = self._making.get(CapsuleId(command.capsule))
+        source = (
+            self.texts.get(command.capsule)
+            if making is None
+            else making.text(making.job.capsule(0), None)
+        )
+        if command.at is not None:
+            source = source.first(command.at, source.id)
+        job = _Job(
+            request=RequestId(command.request),
+            gateway=gateway,
+            salt=source.salt,
+            limits=command.limits,
+            sampling=command.sampling,
+            grammar=command.grammar,
+            ttl_s=command.keep_s,
+            made=None if making is None else making.job.made,
+        )
+        prompts = [np.concatenate((source.tokens, unpack_tokens(s))) for s in command.suffixes]
+        self._begin(job, prompts, command.first_branch, source.id)
+
+    def _begin(self, job: _Job, prompts: Sequence[Tokens], first: int, source: str = "") -> None:
+        """Begin a branch for each prompt; the first one draws as the branch `first`."""
+        limits = job.limits
+        job.sampling.validate()
+        if limits.max_tokens < 1:
+            raise InvalidParameter("max_tokens", limits.max_tokens, "give at least 1")
+        if not 0 <= limits.min_tokens <= limits.max_tokens:
+            raise InvalidParameter("min_tokens", limits.min_tokens, "give 0 to max_tokens")
+        if job.request in self._jobs:
+            raise InvalidParameter("request", job.request, "this id is in use; ids are used once")
+        if not 1 <= len(prompts) <= MAX_BRANCHES:
+            raise InvalidParameter("n", len(prompts), f"give 1 to {MAX_BRANCHES} branches")
+        longest, room = max(map(len, prompts)), self._model.max_model_len
+        if longest + limits.max_tokens - job.drawn > room:
+            raise ContextLengthExceeded(longest, limits.max_tokens - job.drawn, room)
+        params = [self._params(job, first + index) for index in range(len(prompts))]
+        self._jobs[job.request] = job
+        known: dict[int, list[int]] = {}  # hashes, by prompt: siblings share theirs
+        for index, prompt in enumerate(prompts):
+            branch = job.branches[index] = _Branch(job, index, prompt)
+            if id(prompt) not in known:
+                known[id(prompt)] = self._hashes(prompt, job.salt).tolist()
+            run = self._run(branch, params[index], known[id(prompt)], source)
+            branch.task = self.tasks.spawn(run, name=f"branch {index} of {job.request}")
+
+    def _params(self, job: _Job, branch: int) -> Any:
+        """The engine's parameters of a branch. Raises InvalidParameter."""
+        fields = sampling_fields(
+            job.sampling, job.limits, job.grammar, self._model, branch=branch, drawn=job.drawn
+        )
+        if job.num_scores >= 0:
+            fields["prompt_logprobs"] = job.num_scores
+        try:
+            return self._engine.params(fields)
+        except ValueError as error:
+            raise _refused(error) from None
+
+    def _hashes(self, tokens: Tokens, scope: str) -> Hashes:
+        return block_hashes(tokens, self._capacity.block_size, salt=self._model.salt(scope))
+
+    # A branch
+
+    async def _run(self, branch: _Branch, params: Any, hashes: list[int], source: str) -> None:
+        """Have the engine compute a branch, and pass on what it draws."""
+        job = branch.job
+        if source and job.made is not None and not await asyncio.shield(job.made):
+            self._end(branch, "error", error=CapsuleAbandoned(source).to_wire())
+            return
+        flight = await self.flights.join(hashes)
+        if not any(each.is_given for each in self._branches):
+            self._progress_at = self._clock()
+        branch.is_given = True
+        prompt = prompt_of(branch.prompt, self._model.salt(job.salt))
+        name = f"{job.request}/{branch.index}"
+        try:
+            async with aclosing(self._engine.generate(prompt, params, name)) as outputs:
+                async for output in outputs:
+                    self._progress_at = self._clock()
+                    self.flights.land(flight, hashes, is_done=True)
+                    self._take_output(branch, output)
+            if branch.index in job.branches:
+                raise InternalError("the engine ended an answer without a reason")
+        except Exception as error:  # loop top of a branch: the engine may raise anything
+            if self._engine.errored:
+                self._results.fail(f"its engine is dead: {type(error).__name__}: {error}")
+                return
+            known = _refused(error) if isinstance(error, ValueError) else error
+            if not isinstance(known, MalleeError):
+                extra = ids(request=job.request) | stack_of(error)
+                log.error("the engine failed at request %s", job.request, extra=extra)
+                known = InternalError(f"the engine failed: {type(error).__name__}")
+            if branch.index in job.branches:
+                self._end(branch, "error", error=known.to_wire())
+        finally:
+            self.flights.land(flight, hashes, is_done=False)
+
+    def _take_output(self, branch: _Branch, output: Output) -> None:
+        job, found = branch.job, output.outputs[0]
+        if branch.index not in job.branches:
+            return
+        if branch.cached is None:
+            branch.cached = min(output.num_cached_tokens or 0, len(branch.prompt))
+        finish = finish_of(found.finish_reason)
+        if finish == "error":
+            raise InternalError(f"the engine ended the answer: {found.finish_reason}")
+        if job.leaves is not None:
+            if finish is not None:
+                self._end(branch, "stop")
+            return
+        tokens = list(found.token_ids)
+        end: EndToken | None = None
+        logprobs = logprobs_of(tokens, found.logprobs, job.sampling.logprobs)
+        if finish == "stop" and tokens and tokens[-1] in stop_ids(job.limits, self._model):
+            end = (tokens.pop(), logprobs[-1] if logprobs else None)
+            logprobs = logprobs[: len(tokens)]
+        scores: tuple[TokenLogprobs, ...] = ()
+        if output.prompt_logprobs and job.num_scores >= 0:  # those of the first token are None
+            prompt = branch.prompt.tolist()
+            scores = logprobs_of(prompt[1:], output.prompt_logprobs[1:], job.num_scores)
+        position = len(branch.tokens)
+        branch.tokens += tokens
+        news: dict[str, Any] = {"tokens": tuple(tokens), "logprobs": logprobs}
+        news |= {"position": position, "prompt_logprobs": scores}
+        if finish is not None:
+            self._end(branch, finish, end_token=end, **news)
+        elif tokens:
+            self._tell(branch, branch.update(**news))
+
+    def _end(self, branch: _Branch, finish: FinishReason, **more: Any) -> None:
+        """The last update of a branch."""
+        left: CapsuleId | None = None
+        kept: Kept = ""
+        ttl_s = branch.job.ttl_s
+        if finish in ("stop", "length"):
+            try:
+                text = branch.text(branch.job.capsule(branch.index), ttl_s)
+                left = text.id if self.texts.put(text) else None
+                kept = "" if ttl_s is None else "kept"
+            except CapsulesFull:
+                kept = "refused"
+        self._retire(branch, is_made=left is not None)
+        boundary = 0 if finish == "error" else len(branch.prompt) + len(branch.tokens)
+        more = {"position": len(branch.tokens), "capsule": left, "boundary": boundary} | more
+        self._tell(branch, branch.update(finish=finish, kept=kept, **more))
+
+    def _retire(self, branch: _Branch, *, is_made: bool = False) -> None:
+        """A branch is over: nothing more of it is told."""
+        job = branch.job
+        del job.branches[branch.index]
+        if not job.branches:
+            del self._jobs[job.request]
+        if job.leaves is not None and self._making.get(job.leaves) is branch:
+            del self._making[job.leaves]
+        if job.leaves is not None and job.made is not None:
+            job.made.set_result(is_made)
+        if branch.task is not None and branch.task is not asyncio.current_task():
+            self.tasks.cancel(branch.task)
+
+    # Changes
+
+    def _branch(self, gateway: str, request: str, index: int) -> _Branch | None:
+        job = self._jobs.get(RequestId(request))
+        return None if job is None or job.gateway != gateway else job.branches.get(index)
+
+    def _forget(self, capsule: str) -> None:
+        if (making := self._making.get(CapsuleId(capsule))) is not None:
+            self._end(making, "cancelled")
+        self.texts.drop(capsule)
+
+    def _cut(self, gateway: str, command: Cut) -> None:
+        name = capsule_id(RequestId(command.request), command.branch)
+        branch = self._branch(gateway, command.request, command.branch)
+        whole = self.texts.peek(name) if branch is None else branch.text(name, branch.job.ttl_s)
+        if whole is not None and command.at <= len(whole.tokens):
+            begun = whole.first(command.at, name, whole.ttl_s)
+            tokens = np.concatenate((begun.tokens, unpack_tokens(command.residue)))
+            try:
+                self.texts.put(replace(begun, tokens=tokens))
+            except CapsulesFull as error:
+                log.info("a cut answer leaves no capsule: %s", told(error))
+        if branch is not None:
+            self._end(branch, "cancelled")
+
+    def _keep(self, gateway: str, request: str, text: CapsuleText) -> None:
+        """Keep `text`, or leave it, and answer with its status."""
+        self.texts.put(text)
+        self._sink.reply(gateway, CapsuleReply(request, self._status(text.id)))
+
+    def _status(self, capsule: str) -> CapsuleStatus:
+        text, making = self.texts.peek(capsule), self._making.get(CapsuleId(capsule))
+        if text is None and making is None:
+            raise UnknownCapsule(capsule)
+        if text is None:
+            assert making is not None
+            return CapsuleStatus(capsule, len(making.prompt), 0, 0, is_pinned=True, computed=0)
+        hashes = self._hashes(text.tokens, text.salt).tolist()
+        is_there = all(map(self.contents.names.holds, hashes))
+        return CapsuleStatus(
+            capsule=capsule,
+            boundary=len(text.tokens),
+            nbytes=0,  # it holds no block
+            shared_nbytes=0,
+            is_pinned=text.ttl_s is not None,
+            ttl_s=self.texts.ttl_left(text),
+            drawn=text.drawn,
+            tier="device" if is_there else "none",
+        )
+
+    # The engine's cache
+
+    def take_events(self, arrival: Arrival) -> None:
+        """Take in what the engine says of its blocks."""
+        events = self.contents.take(arrival)
+        if any(isinstance(event, Cleared) for event in events):  # texts stay
+            events += map(self._stored, self.texts)
+        self._tell_events(*events)
+
+    def _stored(self, text: CapsuleText) -> CapsuleStored:
+        hashes = NO_HASHES if text.ttl_s is None else self._hashes(text.tokens, text.salt)
+        scope = owner_of(text.salt)
+        return CapsuleStored(text.id, len(text.tokens), pack_hashes(hashes), scope)
+
+    def snapshot(self) -> asyncio.Future[Snapshot]:
+        self._flush()
+        answer: asyncio.Future[Snapshot] = asyncio.get_running_loop().create_future()
+        device, host, disk = map(self.contents.names.held, range(3))
+        answer.set_result(
+            Snapshot(
+                worker=self._identity.worker,
+                incarnation=self._identity.incarnation,
+                next_seq=self.next_seq,
+                hashes=device,
+                capsules=tuple(map(self._stored, self.texts)),
+                host_hashes=host,
+                disk_hashes=disk,
+            )
+        )
+        return answer
+
+    def load(self) -> asyncio.Future[Load]:
+        """Also the time to look whether the engine is there still."""
+        self.texts.expire()
+        answer: asyncio.Future[Load] = asyncio.get_running_loop().create_future()
+        if self.is_alive and self._engine.errored:
+            self._results.fail("its engine is dead")
+        if not self.is_alive:
+            answer.cancel()
+            return answer
+        branches = self._branches
+        waiting = [branch for branch in branches if branch.cached is None]
+        answer.set_result(
+            Load(
+                rows=len(branches) - len(waiting),
+                waiting=len(waiting),
+                active_blocks=round(self._usage * self._capacity.num_blocks),
+                prefill_tokens=sum(len(branch.prompt) for branch in waiting if branch.is_given),
+            )
+        )
+        return answer
+
+    # What is told
+
+    def _tell(self, branch: _Branch, update: Update) -> None:
+        self._sink.tell(branch.job.gateway, update)
+        self._flush_soon()
+
+    def _tell_events(self, *events: Event) -> None:
+        self._events += events
+        self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        """One result for all that comes in this turn of the loop."""
+        if not self._is_flushing:
+            self._is_flushing = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._is_flushing = False
+        if not self.is_alive:
+            return
+        self._step += 1
+        batch = None
+        if self._events:
+            worker, life = self._identity.worker, self._identity.incarnation
+            batch = EventBatch(worker, life, self.next_seq, tuple(self._events))
+            self._events, self.next_seq = [], batch.next_seq
+        frames = self._sink.drain(self._step)
+        self._results.deliver(StepResult(frames, batch, self._step), self.next_seq)
+
+    def check(self) -> None:
+        """Raises AssertionError on a broken invariant."""
+        self.flights.check()
+        assert all(job.branches for job in self._jobs.values()), "a job without branches"
+        assert set(self._making.values()) <= set(self._branches), "a capsule's prefill is over"
+
+
+def _refused(error: ValueError) -> InvalidParameter:
+    """A refusal of vLLM's: all are ValueErrors."""
+    return InvalidParameter("request", "", f"the engine refuses it: {error}")
