@@ -59,8 +59,15 @@ import sys, tomllib
 from pathlib import Path
 
 project = tomllib.loads(Path(sys.argv[1]).read_text())["project"]
-groups = [project["optional-dependencies"][name] for name in sys.argv[2].split()]
-print("\n".join([*project["dependencies"], *sum(groups, [])]))
+extras = project["optional-dependencies"]
+found, todo = list(project["dependencies"]), sys.argv[2].split()
+while todo:
+    for line in extras[todo.pop(0)]:
+        if line.startswith("mallee["):
+            todo.append(line[len("mallee["):-1])
+        else:
+            found.append(line)
+print("\n".join(found))
 PYTHON
 }
 

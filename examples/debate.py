@@ -69,9 +69,9 @@ def debate(client: Mallee, text: str, question: str, num_rounds: int, max_tokens
 
 def ask(before: Capsule | Branch, text: str, max_tokens: int) -> Branches:
     """An answer after the document, or after a persona's last statement."""
-    suffix = {"messages": [{"role": "user", "content": text}]}
+    messages = [{"role": "user", "content": text}]
     # Kept: a branch's capsule could else be dropped before the persona's next turn.
-    return before.fork(suffix, max_tokens=max_tokens, temperature=0.8, keep=True)
+    return before.fork(messages=messages, max_tokens=max_tokens, temperature=0.8, keep=True)
 
 
 def statements(last: dict[str, Branch], *, but: str = "") -> str:

@@ -67,8 +67,7 @@ class Agents:
 
     def _ask(self, texts: Sequence[str]) -> list[Branch]:
         """Answers to messages that go on after the document, all at once."""
-        suffixes = [{"messages": [{"role": "user", "content": text}]} for text in texts]
-        return self._capsule.fork(suffixes, max_tokens=self._max_tokens).wait()
+        return self._capsule.ask([*texts], max_tokens=self._max_tokens)
 
 
 def prompt_tokens(branch: Branch) -> PromptTokens:

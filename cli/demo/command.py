@@ -187,8 +187,8 @@ def _forked(
             f"[bold]fork[/]: {capsule.tokens} tokens computed once on {capsule.worker}"
             f" in {prefill_ms:.0f} ms; {len(QUESTIONS)} branches go on from there"
         )
-        suffixes = [{"messages": [{"role": "user", "content": q}]} for q in QUESTIONS]
-        branches = capsule.fork(suffixes, max_tokens=max_tokens, temperature=0.0)
+        messages = [[{"role": "user", "content": each}] for each in QUESTIONS]
+        branches = capsule.fork(messages=messages, max_tokens=max_tokens, temperature=0.0)
         title = f"capsule {capsule.id} on {capsule.worker}, {capsule.tokens} tokens"
         done = live(branches, title, labels=QUESTIONS, console=console)
         total_ms = _since(begin)

@@ -2,9 +2,11 @@
 
 import gc
 import inspect
+import re
 import subprocess
 import sys
 import threading
+import tomllib
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,6 +27,7 @@ from mallee import (
     Timeout,
 )
 from mallee.client import NotParsed, calls
+from support.imports import ROOT
 from support.scripted_api import GOOD, Script, chunk
 
 pytestmark = pytest.mark.real_time  # its server has threads
@@ -278,3 +281,34 @@ def test_all_requests_of_a_client_may_be_one_session(server: Script) -> None:
     made = [Mallee(server.url, session=True).session_name for _ in range(2)]
     assert made[0] != made[1]
     assert Mallee(server.url).session_name is None
+
+
+LIGHT = """
+import sys, types
+
+class Refusing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in "numpy numba xxhash typer textual torch ray pydantic yaml".split():
+            raise ModuleNotFoundError(name, name=name)
+
+sys.meta_path.insert(0, Refusing())
+import mallee
+from mallee import client
+for name in client.__all__:
+    getattr(mallee, name)
+import mallee.client.view
+mallee.Mallee("http://127.0.0.1:9").close()
+from mallee.cli.entry import main
+main()
+"""
+
+
+def test_the_sdk_needs_no_more_than_is_declared_and_the_command_says_what_it_needs() -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    names = {re.split("[<>=]", each)[0] for each in declared}
+    assert names == {"httpx", "msgspec", "rich"}
+    done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert re.fullmatch(
+        r"mallee: commands need \w+, which .* pip install 'mallee\[cli\]'.*\n", done.stderr
+    )

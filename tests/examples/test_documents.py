@@ -5,13 +5,10 @@
 
 import re
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
-from typing import Any, NamedTuple, get_type_hints
 
 import pytest
 from anyio.to_thread import run_sync
@@ -23,6 +20,7 @@ from mallee.api.text.chat import ChatTemplate
 from mallee.api.text.families import FAMILIES
 from mallee.client import Mallee
 from mallee.testing.random_model import random_model
+from support.langgraph_stand_in import stand_in
 from support.live_fleet import LiveFleet
 from support.tiny_fleet import tiny_api
 from support.waiting import until
@@ -30,7 +28,6 @@ from support.waiting import until
 MODEL = random_model("llama", 5, max_position_embeddings=8192, eos_token_id=None)
 DOCUMENT = "A mallee is a tree of many stems that rise from one root. " * 20
 ROUNDS = 3
-START, END = "__start__", "__end__"
 
 
 @asynccontextmanager
@@ -41,74 +38,13 @@ async def chat_api() -> AsyncIterator[tuple[str, LiveFleet]]:
         yield str(http.base_url), fleet
 
 
-class Send(NamedTuple):
-    """A node's call with a state of its own."""
-
-    node: str
-    state: Mapping[str, Any]
-
-
-class StateGraph:
-    """As much of LangGraph's graph as the example uses: steps of nodes that run at once, and reducers."""
-
-    def __init__(self, schema: type) -> None:
-        hints = get_type_hints(schema, include_extras=True)
-        self._reducers = {
-            name: hint.__metadata__[0]
-            for name, hint in hints.items()
-            if hasattr(hint, "__metadata__")
-        }
-        self._nodes: dict[str, Callable[[Any], Mapping[str, Any]]] = {}
-        self._edges: dict[str, str] = {}
-        self._spreads: dict[str, Callable[[Any], list[Send]]] = {}
-
-    def add_node(self, name: str, run: Callable[[Any], Mapping[str, Any]]) -> None:
-        self._nodes[name] = run
-
-    def add_edge(self, begin: str, end: str) -> None:
-        self._edges[begin] = end
-
-    def add_conditional_edges(
-        self, begin: str, spread: Callable[[Any], list[Send]], ends: list[str]
-    ) -> None:
-        self._spreads[begin] = spread
-
-    def compile(self) -> "StateGraph":
-        return self
-
-    def invoke(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        found, todo = dict(state), [Send(self._edges[START], state)]
-        with ThreadPoolExecutor() as threads:
-            while todo:
-                done = list(threads.map(lambda each: self._nodes[each.node](each.state), todo))
-                for update in done:
-                    self._add(found, update)
-                names = dict.fromkeys(each.node for each in todo)
-                todo = [send for name in names for send in self._next(name, found)]
-        return found
-
-    def _add(self, found: dict[str, Any], update: Mapping[str, Any]) -> None:
-        for name, value in update.items():
-            reduce = self._reducers.get(name)
-            found[name] = value if reduce is None else reduce(found[name], value)
-
-    def _next(self, node: str, state: Mapping[str, Any]) -> list[Send]:
-        if node in self._spreads:
-            return self._spreads[node](state)
-        end = self._edges[node]
-        return [] if end == END else [Send(end, state)]
-
-
 @pytest.fixture(params=["stand-in", "langgraph"])
 def _langgraph(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The package, or modules in its place."""
     if request.param == "langgraph":
         pytest.importorskip("langgraph.graph", reason="needs the extra clients: make clients")
     else:
-        names = {"StateGraph": StateGraph, "START": START, "END": END, "Send": Send}
-        for name in ("langgraph", "langgraph.graph", "langgraph.types"):
-            module = ModuleType(name)
-            vars(module).update(names)
+        for name, module in stand_in().items():
             monkeypatch.setitem(sys.modules, name, module)
 
 

@@ -105,7 +105,7 @@ def test_processes_are_scraped_where_the_api_says(service: ServeCommand) -> None
 
 
 def test_the_readmes_example_runs_verbatim(service: ServeCommand) -> None:
-    """D40, part: only the port is another. It prints texts, then a line a branch."""
+    """D40, part: only the port is another. It prints a line an answer, and what follows."""
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert len([line for line in code.splitlines() if line]) <= 12
     assert code.count(URL) == 1
@@ -118,13 +118,12 @@ def test_the_readmes_example_runs_verbatim(service: ServeCommand) -> None:
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert {line[:2] for line in lines} >= {"0 ", "1 "}
     ends = [line.split() for line in lines if re.match("w[01] ", line)]
     assert len(ends) == 2
     assert len({worker for worker, *_ in ends}) == 1
     for _, cached, computed, ttft_ms in ends:
         assert int(cached) > 2000
-        assert int(computed) < 20
+        assert int(computed) < 30
         assert float(ttft_ms) > 0
 
 

