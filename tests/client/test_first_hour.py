@@ -27,6 +27,7 @@ from mallee import (
     Timeout,
 )
 from mallee.client import NotParsed, calls
+from mallee.search.policies.named import read_policy
 from support.imports import ROOT
 from support.scripted_api import GOOD, Script, chunk
 
@@ -139,6 +140,14 @@ async def test_branches_are_a_list_once_they_are_waited_for(server: Script) -> N
         assert (first.text, second.text) == (" a!", " bü🌱")
         assert [each.index async for each in capsule.fork(2)] == [0, 1]
         assert [event.index async for event in capsule.fork(2).events()] == [1, 0, 1, 1, 0]
+
+
+def test_a_policy_may_be_named(server: Script) -> None:
+    named = pytest.raises(InvalidParameter, match="no policy has the name; the nearest is `beam`")
+    with Mallee(server.url) as client, named:
+        client.search("beem", "x")
+    with pytest.raises(InvalidParameter, match="no such field; the nearest is `width`"):
+        read_policy({"type": "beam", "withd": 2})
 
 
 def test_help_has_the_keywords_of_a_fork() -> None:
