@@ -126,22 +126,24 @@ smoke: setup
 	$(PYTEST) -m smoke
 
 # Packages that others write clients with, in an environment of its own over .venv: LiteLLM and LangChain pin an older
-# openai. aiperf has one, too (1.2 GB). A few minutes, most of them downloads; not part of `check`.
+# openai. aiperf has one, too (1.2 GB), and so have lm-eval and guidellm. A few minutes, most of them downloads; not part of `check`.
 CLIENTS := .venv-clients
 PINNED := --constraint tests/api/clients/constraints.txt
 QUIET := --quiet --disable-pip-version-check
 
 $(CLIENTS)/.ready: pyproject.toml tests/api/clients/constraints.txt | setup
-	$(PYTHON) -m venv $(CLIENTS) && $(PYTHON) -m venv $(CLIENTS)/aiperf
+	$(PYTHON) -m venv $(CLIENTS) && $(PYTHON) -m venv $(CLIENTS)/aiperf && $(PYTHON) -m venv $(CLIENTS)/harnesses
 	$(CLIENTS)/bin/python -m pip install $(QUIET) $(PINNED) -e ".[clients]"
 	$(CLIENTS)/aiperf/bin/python -m pip install $(QUIET) $(PINNED) aiperf==0.13.0
-	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
-		> $$($(CLIENTS)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/below.pth
+	for below in $(CLIENTS) $(CLIENTS)/harnesses; do \
+		$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+			> $$($$below/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/below.pth; done
+	$(CLIENTS)/harnesses/bin/python -m pip install $(QUIET) "lm-eval[api]==0.4.13" guidellm==0.8.1
 	touch $@
 
 # Warnings are those of the packages' own code. The broker's program is in the environment below.
 clients: $(CLIENTS)/.ready
-	PATH="$(CURDIR)/$(BIN):$$PATH" AIPERF=$(CURDIR)/$(CLIENTS)/aiperf/bin/aiperf $(CLIENTS)/bin/python -m pytest -rs -o filterwarnings=default tests/api/clients
+	PATH="$(CURDIR)/$(BIN):$$PATH" AIPERF=$(CURDIR)/$(CLIENTS)/aiperf/bin/aiperf LM_EVAL=$(CURDIR)/$(CLIENTS)/harnesses/bin/lm_eval GUIDELLM=$(CURDIR)/$(CLIENTS)/harnesses/bin/guidellm $(CLIENTS)/bin/python -m pytest -rs -o filterwarnings=default tests/api/clients
 
 # So many calls of the API's document against a mocked fleet, none of which may be a 5xx.
 CALLS ?= 20000

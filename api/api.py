@@ -60,6 +60,7 @@ from mallee.gateway.access.access import Access
 from mallee.gateway.access.quotas import Shared
 from mallee.gateway.access.scopes import Scopes
 from mallee.gateway.gateway import Gateway
+from mallee.gateway.store.leases import Lessee
 from mallee.protocol.api.generate import (
     ChatRequest,
     CompletionRequest,
@@ -266,6 +267,12 @@ def build_api(
         limits=limits,
         draw_seed=draws.seed,
     )
+    lessee = Lessee(
+        context.gateway,
+        others=lambda: None if gateway.peers.is_alone else gateway.peers.others,
+        is_gone=gateway.peers.is_gone,
+        new_key=lambda: f"{draws.seed():016x}",
+    )
     server = Server(
         gateway=gateway,
         tokenizer=tokenizer,
@@ -274,8 +281,7 @@ def build_api(
         new_id=draws.new_id,
         budgets=Budgets(
             gateway.store,
-            gateway=context.gateway,
-            others=lambda: gateway.peers.others,
+            lessee,
             clock=context.wall_clock,
             new_key=lambda: f"{draws.seed():016x}",
         ),
@@ -285,13 +291,7 @@ def build_api(
             count=context.metrics.called_back,
         ),
     )
-    entry.access.shared = Shared(
-        gateway.store,
-        gateway=context.gateway,
-        others=lambda: None if gateway.peers.is_alone else gateway.peers.others,
-        clock=context.wall_clock,
-        new_key=lambda: f"{draws.seed():016x}",
-    )
+    entry.access.shared = Shared(gateway.store, lessee, clock=context.wall_clock)
     asking = Asking(entry.scopes, limits, max_model_len=window, pool=entry.pool)
     turns = TurnMaker(reader, chat_reader, maker)
     responses = Responses(asking, server, turns, settings.responses, gateway.tasks)

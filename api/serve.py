@@ -28,7 +28,7 @@ from mallee.api.jobs import Plan
 from mallee.api.sse import MAX_RUN, EventStream, unless_gone
 from mallee.api.text.tokenizer import Tokenizer
 from mallee.gateway.access.access import Caller
-from mallee.gateway.access.quotas import UNLIMITED, Visit
+from mallee.gateway.access.visits import UNLIMITED, Visit
 from mallee.gateway.capsules.capsules import CapsuleInfo
 from mallee.gateway.gateway import Gateway
 from mallee.gateway.requests.deltas import Delta

@@ -102,6 +102,7 @@ class Shell:
         self, context: GatewayContext, dispatcher: Dispatcher, transport: Transport
     ) -> None:
         self.dispatcher = dispatcher
+        self.room = dispatcher.room
         self.running: dict[RequestId, RunningRequest] = {}
         self.is_closed = False
         self.tasks = Tasks(f"gateway {context.gateway}")
@@ -194,6 +195,11 @@ class Shell:
     def on_change(self, worker: WorkerId) -> None:
         self.dispatcher.on_room(worker)
         self.carry_out()
+
+    def on_heard(self) -> None:
+        if self.dispatcher.num_waiting:
+            self.dispatcher.on_heard()
+            self.carry_out()
 
     def on_loss(self, worker: WorkerId, reason: str) -> None:
         self.dispatcher.on_lost(worker, reason, is_death=is_death(reason))

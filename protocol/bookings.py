@@ -12,7 +12,8 @@ import msgspec
 from mallee.protocol.codec import Decoder
 from mallee.protocol.errors import CodecError
 
-Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
+MAX_COUNT: Final = (1 << 31) - 1
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
 Seq: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
@@ -54,13 +55,28 @@ class Freed(_Op, frozen=True, tag="f"):
     request: str
 
 
-BookingOp: TypeAlias = Booked | PrefillDone | Freed
+class Queued(_Op, frozen=True, tag="q"):
+    """Requests of `tenant` that cost so many tokens left this gateway's waiting room for workers.
+
+    `waits`: whether more of it waits there for any worker.
+    """
+
+    tenant: str
+    cost: Count
+    waits: bool
+
+
+BookingOp: TypeAlias = Booked | PrefillDone | Freed | Queued
+
+Lag: TypeAlias = tuple[str, float]
+"""A tenant that waits, and how far it is ahead of the one that is served next, in tokens by its weight."""
 
 
 class BookingBatch(msgspec.Struct, frozen=True, array_like=True):
     """Consecutive operations of one life of a gateway: numbers first_seq .. first_seq + len - 1.
 
-    Heartbeats say where it serves its metrics, if it does, `metrics_at`: host and port.
+    Heartbeats say where it serves its metrics, if it does, `metrics_at`: host and port; and the `lags` of
+    tenants that wait, as it sees them, if they wait at other gateways too.
     """
 
     gateway: str
@@ -68,6 +84,7 @@ class BookingBatch(msgspec.Struct, frozen=True, array_like=True):
     first_seq: Seq
     ops: tuple[BookingOp, ...]
     metrics_at: str = ""
+    lags: tuple[Lag, ...] = ()
 
     @property
     def next_seq(self) -> int:
@@ -80,12 +97,16 @@ class BookingBatch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BookingSnapshot(msgspec.Struct, frozen=True, array_like=True):
-    """All live bookings of a gateway just before operation `next_seq`; 0 prefill tokens: computed."""
+    """All live bookings of a gateway just before operation `next_seq`; 0 prefill tokens: computed.
+
+    `waits`: the tenants that wait there for any worker.
+    """
 
     gateway: str
     incarnation: Seq
     next_seq: Seq
     bookings: tuple[Booked, ...]
+    waits: tuple[str, ...] = ()
 
 
 _decode_batch: Final = Decoder(BookingBatch, "a batch of bookings")

@@ -1,23 +1,9 @@
 """Abilities of engines beyond answers from a text. Ours has all; a lease says what another lacks."""
 
-from collections.abc import Sequence
-from typing import Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from mallee.protocol.errors import NotSupported
-from mallee.protocol.messages import (
-    Command,
-    Demote,
-    Fork,
-    Generate,
-    Grammar,
-    Holder,
-    Inject,
-    Limits,
-    Prefill,
-    Prioritize,
-    Promote,
-    RetainSpan,
-)
+from mallee.protocol.messages import Demote, Grammar, Inject, Prioritize, Promote
 
 Capability: TypeAlias = Literal[
     "restore",
@@ -43,46 +29,30 @@ REMEDIES: Final[dict[Capability, str]] = {
 """What is not there without the ability, and what to do instead."""
 
 
-def needs_of(
-    *,
-    grammar: Grammar | None = None,
-    limits: Limits | None = None,
-    retain: Sequence[RetainSpan] = (),
-    holders: Sequence[Holder] = (),
-    resumes: bool = False,
-) -> frozenset[Capability]:
-    """The abilities that a request with these fields needs; for most none."""
+def needs(work: Any) -> frozenset[Capability]:
+    """The abilities that a command, or the job that it is made of, needs; for most none."""
     found: list[Capability] = []
-    if resumes:
-        found.append("restore")
-    if retain:
-        found.append("retain")
-    if limits is not None and limits.reasoning is not None:
-        found.append("reasoning_budgets")
-    if any(holder.capsule for holder in holders):
-        found.append("loans")
-    if grammar is not None and (grammar.kind == "inherit" or grammar.consumed):
-        found.append("grammar_state")
-    return frozenset(found)
-
-
-def needs(command: Command) -> frozenset[Capability]:
-    """The abilities that `command` needs."""
-    match command:
-        case Generate(grammar=grammar, limits=limits, retain=retain):
-            return needs_of(grammar=grammar, limits=limits, retain=retain)
-        case Fork(grammar=grammar, limits=limits, retain=retain, resumes=resumes):
-            return needs_of(grammar=grammar, limits=limits, retain=retain, resumes=resumes)
-        case Prefill(retain=retain, holders=holders):
-            # The grammar of a lost capsule's text: it is needed by forks that go on in it.
-            return needs_of(retain=retain, holders=holders)
+    match work:
         case Inject():
-            return frozenset(("inject",))
+            found = ["inject"]
         case Prioritize():
-            return frozenset(("priorities",))
+            found = ["priorities"]
         case Demote() | Promote():
-            return frozenset(("tiers",))
-    return frozenset()
+            found = ["tiers"]
+    if getattr(work, "resumes", False):
+        found.append("restore")
+    if getattr(work, "retain", ()):
+        found.append("retain")
+    if any(holder.capsule for holder in getattr(work, "holders", ())):
+        found.append("loans")
+    limits = getattr(work, "limits", None)
+    if limits is not None and limits.max_tokens:  # it draws; a prefill may only repeat a text
+        grammar: Grammar | None = work.grammar
+        if limits.reasoning is not None:
+            found.append("reasoning_budgets")
+        if grammar is not None and (grammar.kind == "inherit" or grammar.consumed):
+            found.append("grammar_state")
+    return frozenset(found)
 
 
 def refusal(missing: frozenset[Capability]) -> NotSupported:

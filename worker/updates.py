@@ -141,7 +141,10 @@ class FrameSink:
 
     def refuse(self, gateway: str, request: str, error: MalleeError) -> None:
         """`request` never began."""
-        update = Update(request, ALL_BRANCHES, finish="error", error=error.to_wire())
+        self.tell(gateway, Update(request, ALL_BRANCHES, finish="error", error=error.to_wire()))
+
+    def tell(self, gateway: str, update: Update) -> None:
+        """An update that is made already."""
         self._updates.setdefault(gateway, []).append(update)
 
     def reply(self, gateway: str, reply: CapsuleReply) -> None:

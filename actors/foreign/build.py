@@ -9,7 +9,8 @@ from mallee.actors.build import (
     build_link_listener,
     build_scraped,
 )
-from mallee.actors.foreign.runner import AsyncEngine, ForeignRunner, TextLimits
+from mallee.actors.foreign.runner import AsyncEngine, ForeignRunner
+from mallee.actors.foreign.texts import TextLimits
 from mallee.actors.foreign.vllm import start_engine
 from mallee.actors.front.pods.kv_events import PodContents
 from mallee.actors.front.pods.subscriber import Subscriber

@@ -2,8 +2,8 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 from mallee.protocol.errors import CapsulesFull, InvalidParameter, UnknownCapsule
 from mallee.protocol.hashing import Tokens
@@ -28,13 +28,20 @@ class CapsuleText:
     def nbytes(self) -> int:
         return ENTRY_NBYTES + self.tokens.nbytes
 
-    def first(self, at: int, name: CapsuleId) -> "CapsuleText":
-        """Its first `at` tokens as a capsule `name`. Raises InvalidParameter."""
+    def first(self, at: int, name: CapsuleId, ttl_s: float | None = None) -> "CapsuleText":
+        """Its first `at` tokens as a capsule `name`, kept for `ttl_s`. Raises InvalidParameter."""
         if not 1 <= at <= len(self.tokens):
             remedy = f"give 1 to {len(self.tokens)}, the tokens of the capsule"
             raise InvalidParameter("at", at, remedy)
         drawn = self.drawn and max(0, self.drawn - (len(self.tokens) - at))
-        return replace(self, id=name, tokens=self.tokens[:at], drawn=drawn)
+        return CapsuleText(name, self.tokens[:at], self.salt, drawn, ttl_s)
+
+
+class TextLimits(NamedTuple):
+    """Of the capsules of a worker."""
+
+    max_left: int = 256
+    max_kept_nbytes: int = 512 << 20
 
 
 class CapsuleTexts:
@@ -45,15 +52,13 @@ class CapsuleTexts:
 
     def __init__(
         self,
+        limits: TextLimits,
         *,
-        max_left: int,
-        max_kept_nbytes: int,
         clock: Callable[[], float],
         stored: Callable[[CapsuleText], None],
         released: Callable[[CapsuleId], None],
     ) -> None:
-        self._max_left = max_left
-        self._max_kept_nbytes = max_kept_nbytes
+        self._max_left, self._max_kept_nbytes = limits
         self._clock = clock
         self._stored = stored
         self._released = released

@@ -13,7 +13,7 @@ branch waits for it), and a value for each account (it and the one above can't b
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
@@ -36,10 +36,6 @@ class Place(NamedTuple):
 
     key: str
     name: Resource
-
-
-IsAlive: TypeAlias = Callable[[str], bool]
-"""Whether the holder of a lease is there, as far as is known. A wrong answer overspends nothing."""
 
 
 class Budget(NamedTuple):
@@ -182,13 +178,13 @@ class BudgetTree(msgspec.Struct, array_like=True):
             elif limit is not None:
                 account.counts[name] = count = Count(limit)
                 # What is reserved below was spent above, and returns here.
-                returning = self._outstanding(lambda holder: True)[Place(key, name)]
+                returning = self._outstanding()[Place(key, name)]
                 count.used = count.reserved = returning
         account.wall_s = budget.wall_s
         account.due = math.inf if budget.wall_s is None else now + budget.wall_s
 
-    def view(self, key: str, is_alive: IsAlive, now: float) -> BudgetView:
-        account, returning = self.accounts[key], self._outstanding(is_alive)
+    def view(self, key: str, gone: Collection[str], now: float) -> BudgetView:
+        account, returning = self.accounts[key], self._outstanding(gone)
         found: dict[str, ResourceView | None] = dict.fromkeys(Budget._fields)
         for name, count in account.counts.items():
             if count.limit is not None:
@@ -241,12 +237,19 @@ class BudgetTree(msgspec.Struct, array_like=True):
             if place not in kept and (lease := count.leases.pop(holder, None)) is not None:
                 count.used -= lease.taken - lease.used
 
-    def settle(self, is_alive: IsAlive) -> None:
-        """Give back above what is reserved for accounts that nothing runs on any more."""
+    @property
+    def holders(self) -> set[str]:
+        return {holder for place in self._moving() for holder in self._count(place).leases}
+
+    def settle(self, gone: Collection[str]) -> None:
+        """Give back above what is reserved for accounts that nothing runs on any more.
+
+        `gone`: holders that are not there, as far as is known. One too many overspends nothing.
+        """
         in_use = set[Place]()
         for place in (moving := self._moving()):
             leases = self._count(place).leases
-            dead = [holder for holder in leases if not is_alive(holder)]
+            dead = [holder for holder in leases if holder in gone]
             if len(dead) < len(leases):
                 in_use.update(self._chain(place))
             for holder in dead[:-MAX_DEAD]:
@@ -263,12 +266,12 @@ class BudgetTree(msgspec.Struct, array_like=True):
             if count.limit is None and place not in in_use:
                 del self.accounts[place.key].counts[place.name]
 
-    def _outstanding(self, is_alive: IsAlive) -> Counter[Place]:
+    def _outstanding(self, gone: Collection[str] = ()) -> Counter[Place]:
         """The part of what is used that is leased or reserved, and may return."""
         found: Counter[Place] = Counter()
         for place in self._moving():
             count, (own, *above) = self._count(place), self._chain(place)
-            leases = (each for holder, each in count.leases.items() if is_alive(holder))
+            leases = (each for holder, each in count.leases.items() if holder not in gone)
             leased = sum(each.taken - each.used for each in leases)
             found[own] += leased
             for each in above:

@@ -12,8 +12,7 @@ store is away its requests go on as if there was none; those of other budgets sp
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Collection
-from functools import cached_property
+from collections.abc import Callable
 from typing import Final, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -24,6 +23,7 @@ from mallee.api.branches.accounts import (
     Place,
     Resource,
 )
+from mallee.gateway.store.leases import Lessee
 from mallee.gateway.store.store import Bucket, Entry, Store
 from mallee.protocol.errors import BadRequest, BudgetSpent, StoreAway, Unavailable
 from mallee.protocol.ids import Scope, account_of
@@ -123,16 +123,14 @@ class Spending:
 class Budgets:
     """One gateway's part of all budgets. Belongs to one event loop.
 
-    `clock` gives seconds since the epoch, `new_key()` 16 hexadecimal digits that no other has. `others()`:
-    names of the other gateways that live.
+    `clock` gives seconds since the epoch, `new_key()` 16 hexadecimal digits that no other has.
     """
 
     def __init__(
         self,
         store: Store,
+        lessee: Lessee,
         *,
-        gateway: str,
-        others: Callable[[], Collection[str]],
         clock: Callable[[], float],
         new_key: Callable[[], str],
     ) -> None:
@@ -141,15 +139,9 @@ class Budgets:
         self._bucket: Bucket[BudgetTree] = store.bucket(
             "budgets", BudgetTree, version=LAYOUT, ttl_s=TTL_S
         )
-        self._gateway = gateway
-        self._others = others
+        self._lessee = lessee
         self._new_key = new_key
         self._held: WeakValueDictionary[tuple[Scope, str], Held] = WeakValueDictionary()
-
-    @cached_property
-    def _holder(self) -> str:
-        """The name of its leases: it is of this life of this gateway."""
-        return f"{self._gateway}/{self._new_key()}"
 
     # Requests
 
@@ -174,7 +166,7 @@ class Budgets:
             self._check_left(held, tree, key, need)
             for place in tree.places(key):
                 used = held.shares[place].used if place in held.shares else 0
-                tree.take(place, self._holder, used, need[place.name])
+                tree.take(place, self._lessee.name, used, need[place.name])
 
         is_new = budget is not None
         while is_new or not self._is_here(held, key, need):
@@ -212,7 +204,7 @@ class Budgets:
             return
 
         def lease(tree: BudgetTree) -> None:
-            tree.take(place, self._holder, held.shares[place].used, tokens)
+            tree.take(place, self._lessee.name, held.shares[place].used, tokens)
 
         is_more = True
         while is_more and spending.rest("tokens") < tokens:  # others may spend it meanwhile
@@ -232,7 +224,9 @@ class Budgets:
             if key not in held.tree.accounts:
                 raise
         is_there = key in held.tree.accounts
-        return held.tree.view(key, self._is_alive, self.clock()) if is_there else None
+        if not is_there:
+            return None
+        return held.tree.view(key, await self._lessee.gone(held.tree.holders), self.clock())
 
     async def change(self, name: str, scope: Scope, budget: Budget) -> bool:
         """Give a budget new limits. False: it is not kept any more. Raises StoreAway."""
@@ -296,9 +290,6 @@ class Budgets:
         if (rest := rests.get("branches", math.inf)) < need["branches"]:
             raise BudgetSpent("branches", f"{rest:.0f} are left, {need['branches']} are asked for")
 
-    def _is_alive(self, holder: str) -> bool:
-        return holder == self._holder or holder.partition("/")[0] in self._others()
-
     # The store
 
     async def _change(
@@ -311,10 +302,11 @@ class Budgets:
         async with held.turn:
             while True:
                 known = await self._read(held)
+                gone = await self._lessee.gone(known.value.holders)
                 tree = held.tree = known.value
                 held.stored = None
                 self._tell(held)
-                tree.settle(self._is_alive)
+                tree.settle(gone)
                 act(tree)
                 if not is_kept:
                     return
@@ -347,16 +339,16 @@ class Budgets:
     def _tell(self, held: Held) -> None:
         """Say what was spent here, and give back what nothing needs here any more."""
         for place, share in held.shares.items():
-            share.taken = held.tree.tell(place, self._holder, share.used)
+            share.taken = held.tree.tell(place, self._lessee.name, share.used)
             if not share.num_open:
                 share.taken = share.used  # nothing of it is spent from now on
         kept = [place for place, share in held.shares.items() if share.num_open]
-        held.tree.give_back(self._holder, kept)
+        held.tree.give_back(self._lessee.name, kept)
 
     def _hear(self, held: Held) -> None:
         """Have what is leased now."""
         for place, share in list(held.shares.items()):
-            lease = held.tree.lease(place, self._holder)
+            lease = held.tree.lease(place, self._lessee.name)
             if lease is not None:
                 share.taken = lease.taken
             elif not share.num_open:

@@ -21,7 +21,7 @@ from mallee.api.errors import (
 )
 from mallee.api.errors import unexpected as unexpected_error
 from mallee.gateway.access.access import NOBODY, TENANT_HEADER, Access, Caller
-from mallee.gateway.access.quotas import UNLIMITED
+from mallee.gateway.access.visits import UNLIMITED
 from mallee.protocol.errors import InvalidParameter, MalleeError, Unauthorized, shown
 
 _log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from typing import Any, Final
 from mallee.api.responses.running import Run
 from mallee.api.responses.store import Record, StoredResponses
 from mallee.api.responses.writing import ending, sse
-from mallee.gateway.access.quotas import Visit
+from mallee.gateway.access.visits import Visit
 from mallee.protocol.errors import MalleeError, StoreAway, StoreFull, Unavailable
 from mallee.protocol.ids import Scope
 from mallee.runtime.tasks import Tasks

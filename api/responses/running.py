@@ -14,7 +14,7 @@ from mallee.api.responses.turns import PlannedTurn
 from mallee.api.responses.writing import Writer, ending
 from mallee.api.serve import LOGPROBS_COST, TURN_TOKENS, Named, Server
 from mallee.api.text.conversation import Message
-from mallee.gateway.access.quotas import Visit
+from mallee.gateway.access.visits import Visit
 from mallee.gateway.gateway import Gateway
 from mallee.gateway.requests.deltas import Delta
 from mallee.gateway.requests.lives import BranchLife

@@ -26,7 +26,7 @@ from mallee.api.jobs import JobMaker
 from mallee.api.search.requests import SearchAnswer, SearchPlan, SearchRequest, Spent, read_search
 from mallee.api.serve import Server, json_response
 from mallee.api.sse import DONE, EventStream, event, unless_gone
-from mallee.gateway.access.quotas import Visit
+from mallee.gateway.access.visits import Visit
 from mallee.protocol.api.generate import ForkRequest
 from mallee.protocol.errors import MalleeError, UnknownCapsule
 from mallee.protocol.ids import CapsuleId, RequestId

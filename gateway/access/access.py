@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from mallee.gateway.access.keys import Key, KeyRing, of_environment, read_file
-from mallee.gateway.access.quotas import UNLIMITED, Shared, Use, Visit
+from mallee.gateway.access.quotas import Shared, Use
+from mallee.gateway.access.visits import UNLIMITED, Visit
 from mallee.protocol.api.shared import MAX_TENANT
 from mallee.protocol.errors import ConfigError, Forbidden, InvalidParameter, Unauthorized
 from mallee.runtime.tasks import Tasks

@@ -13,157 +13,51 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
 from hashlib import blake2b
 from types import MappingProxyType
 from typing import Final
 
-import msgspec
-
 from mallee.gateway.access.keys import Key
+from mallee.gateway.access.parts import (
+    BRANCHES,
+    CAPSULE_TOKENS,
+    CAPSULES,
+    REQUESTS,
+    RUNNING,
+    TOKENS,
+    Part,
+    Quota,
+)
+from mallee.gateway.store.leases import Lessee
 from mallee.gateway.store.store import Bucket, Entry, Store
 from mallee.protocol.errors import QuotaExceeded, QuotaTooSmall, StoreAway, Unavailable
 from mallee.protocol.ids import COMMON, CapsuleId
 
 log = logging.getLogger(__name__)
 
-MINUTE_S: Final = 60.0
 AGAIN_S: Final = 0.1  # before a limit that was used up is looked at again
 PAUSE_S: Final = 0.02  # in which what has just ended at another gateway comes back
-GONE_S: Final = 5.0  # for which a gateway is not heard of
 AHEAD: Final = 20  # the part of a limit that all gateways together take ahead
 LAYOUT: Final = 1
 TTL_S: Final = 7 * 86_400.0
 
-REQUESTS: Final = "requests per minute"
-TOKENS: Final = "tokens per minute"
-RUNNING: Final = "requests at once"
-BRANCHES: Final = "branches at once"
-CAPSULES: Final = "capsules"
-CAPSULE_TOKENS: Final = "tokens in capsules"
-
-
-class Rate(msgspec.Struct, array_like=True):
-    """A rate: it fills with `per_minute` units a minute, up to as many, and may be overdrawn by one use."""
-
-    level: float
-    at: float  # seconds since the epoch
-
-    def fill(self, per_minute: int, now: float) -> None:
-        """Fill it for the time since another filled it, whose clock may go before this one."""
-        passed_s = now - self.at
-        if not -MINUTE_S < passed_s < 0:  # else that time would be counted twice
-            self.at = now
-        more = max(0.0, passed_s) * per_minute / MINUTE_S
-        self.level = min(float(per_minute), self.level + more)
-
-
-class Quota(msgspec.Struct, array_like=True):
-    """One key's, as the store has it: rates, and the leases of what is there at once, by holder."""
-
-    rates: dict[str, Rate] = msgspec.field(default_factory=dict)
-    leases: dict[str, dict[str, int]] = msgspec.field(default_factory=dict)
-
-
-class Part:
-    """The part of one limit that this gateway has leased. Of a rate, what is spent is `used` until told."""
-
-    def __init__(self, what: str, limit: int) -> None:
-        self.what = what
-        self.limit = limit
-        self.is_limited = False
-        self.leased = self.used = 0.0
-        self.total = 0.0  # used at all gateways, as last seen
-        self.ahead = 0
-        self.wait_s = 0.0  # until there may be more
-        self.again_at = 0.0  # on the clock
-
-    @property
-    def is_rate(self) -> bool:
-        return self.what in (REQUESTS, TOKENS)
-
-    @property
-    def free(self) -> float:
-        return self.leased - self.used
-
-    @property
-    def is_to_tell(self) -> bool:
-        """Whether others are to know of it: of what was overdrawn, or isn't used any more."""
-        return self.free < 0 if self.is_rate else self.free > 2 * self.ahead
-
-    def of_rate(self, quota: Quota, need: float, now: float) -> float:
-        """Take of a rate what is needed, and some ahead. The amount that is leased from then on."""
-        rate = quota.rates.setdefault(self.what, Rate(self.limit, now))
-        rate.fill(self.limit, now)
-        owed = max(0.0, -self.free)
-        rate.level -= owed
-        free = self.free + owed
-        more = max(0.0, need - free)
-        if more > rate.level:
-            more = 0.0  # parts of a unit would be of no use here, and lack elsewhere
-        else:
-            over = free + more - need
-            more += min(max(0.0, self.ahead - over), (rate.level - more) // 2)
-        rate.level -= more
-        self.wait_s = max(0.0, (need - free - more - rate.level) * MINUTE_S / self.limit)
-        self.total = self.limit
-        return self.leased + owed + more
-
-    def at_once(
-        self, quota: Quota, holder: str, need: float, is_gone: Callable[[str], bool]
-    ) -> float:
-        """As `of_rate`, of what is there at once."""
-        leases = quota.leases.setdefault(self.what, {})
-        for each in [each for each in leases if each == holder or is_gone(each)]:
-            del leases[each]
-        elsewhere = sum(leases.values())
-        rest = max(0.0, self.limit - elsewhere - self.used)
-        ahead = min(self.ahead, max(0.0, rest - need) // 2)
-        leases[holder] = int(self.used + min(need, rest) + ahead)
-        self.total = elsewhere + self.used
-        self.wait_s = 1.0 if self.what in (RUNNING, BRANCHES) else MINUTE_S
-        return leases[holder]
+_NAMES: Final = {
+    "branches": BRANCHES,
+    "capsules": CAPSULES,
+    "capsule_tokens": CAPSULE_TOKENS,
+}
+_FIRST: Final = {RUNNING: 1.0, REQUESTS: 1.0, TOKENS: 1.0}
+_MAYBE: Final = {TOKENS: 1.0, BRANCHES: 1.0, CAPSULES: 1.0}
 
 
 class Shared:
-    """The limits of all keys in the gateways' store.
+    """The limits of all keys in the gateways' store. `clock` gives seconds since the epoch."""
 
-    `others()`: names of the other gateways that live; None: this one is alone for good. `clock` gives seconds
-    since the epoch, `new_key()` what no other has.
-    """
-
-    def __init__(
-        self,
-        store: Store,
-        *,
-        gateway: str,
-        others: Callable[[], Collection[str] | None],
-        new_key: Callable[[], str],
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, store: Store, lessee: Lessee, *, clock: Callable[[], float]) -> None:
         self.store = store
-        self._gateway = gateway
-        self._new_key = new_key
-        self.others = others
+        self.lessee = lessee
         self.clock = clock
-        self._missing: dict[str, float] = {}  # holders, since when
         self.bucket: Bucket[Quota] = store.bucket("quotas", Quota, version=LAYOUT, ttl_s=TTL_S)
-
-    @cached_property
-    def holder(self) -> str:
-        """The name of its leases: it is of this life of this gateway."""
-        return f"{self._gateway}/{self._new_key()}"
-
-    def is_gone(self, holder: str) -> bool:
-        """Whether its gateway has died, and not just this one has come, or was cut off."""
-        gateway, now = holder.partition("/")[0], self.clock()
-        if gateway in (self.others() or ()):
-            self._missing.pop(holder, None)
-            return False
-        is_gone = gateway == self._gateway or now - self._missing.setdefault(holder, now) >= GONE_S
-        if is_gone:
-            self._missing.pop(holder, None)
-        return is_gone
 
 
 class Use:
@@ -221,7 +115,7 @@ class Use:
     def _shared(self) -> Shared | None:
         """The limits of all gateways; None: this one counts by itself."""
         shared = self._shared_by()
-        return None if shared is None or shared.others() is None else shared
+        return None if shared is None or not shared.lessee.num_gateways else shared
 
     def _lacking(self, need: Mapping[str, float]) -> list[Part]:
         parts = [self._parts[what] for what in need]
@@ -254,18 +148,17 @@ class Use:
 
     async def _lease(self, shared: Shared, need: Mapping[str, float]) -> None:
         name = blake2b(self.key.name.encode(), digest_size=16).hexdigest()
-        while True:
+        put = None
+        while put is None:
             entry = await shared.bucket.get(COMMON, name, self._known)
             entry, self._known = entry or Entry(Quota(), 0), None
-            num = AHEAD * (1 + len(shared.others() or ()))
-            now = shared.clock()
-            leased = self._take(entry.value, need, now, shared.holder, shared.is_gone, num)
+            quota, ahead = entry.value, AHEAD * shared.lessee.num_gateways
+            gone = await shared.lessee.gone(quota.holders)
+            leased = self._take(quota, need, shared.clock(), shared.lessee.name, gone, ahead)
             for part, amount in leased.items():
                 if not part.is_rate:  # nothing that is given back is used from now on
                     part.leased = min(part.leased, amount)
-            put = await shared.bucket.put(COMMON, name, entry.value, at=entry.revision)
-            if put is not None:
-                break
+            put = await shared.bucket.put(COMMON, name, quota, at=entry.revision)
         self._known = put
         self._have(leased, need)
 
@@ -275,7 +168,7 @@ class Use:
         need: Mapping[str, float],
         now: float,
         holder: str = "",
-        is_gone: Callable[[str], bool] = bool,
+        gone: Collection[str] = (),
         ahead: int = 0,
     ) -> dict[Part, float]:
         """The amounts that are leased then, with the part `1 / ahead` of each limit beyond what is needed."""
@@ -286,7 +179,7 @@ class Use:
                 if part.is_rate:
                     leased[part] = part.of_rate(quota, wanted, now)
                 else:
-                    leased[part] = part.at_once(quota, holder, wanted, is_gone)
+                    leased[part] = part.at_once(quota, holder, wanted, gone)
         return leased
 
     def _have(self, leased: Mapping[Part, float], need: Mapping[str, float]) -> None:
@@ -426,84 +319,3 @@ class Use:
         part = self._parts[what]
         if part.is_limited and n > part.limit:
             raise QuotaTooSmall(what, n, part.limit)
-
-
-_NAMES: Final = {
-    "branches": BRANCHES,
-    "capsules": CAPSULES,
-    "capsule_tokens": CAPSULE_TOKENS,
-}
-_FIRST: Final = {RUNNING: 1.0, REQUESTS: 1.0, TOKENS: 1.0}
-_MAYBE: Final = {TOKENS: 1.0, BRANCHES: 1.0, CAPSULES: 1.0}
-
-
-class Visit:
-    """One request, as long as the context lasts; it counts in the use of its key, if it has one."""
-
-    __slots__ = ("_num_branches", "_use")
-
-    def __init__(self, use: Use | None) -> None:
-        self._use = use
-        self._num_branches = 0
-
-    def __enter__(self) -> None:
-        """Raises QuotaExceeded."""
-        if self._use is not None:
-            self._use.begin()
-
-    def __exit__(self, *_: object) -> None:
-        if self._use is not None:
-            self._use.end(self._num_branches)
-
-    @contextmanager
-    def staying(self) -> Iterator["Visit"]:
-        """The part of this request that goes on after its answer, as long as the context lasts."""
-        if self._use is None:
-            yield self
-            return
-        self._use.stay()
-        more = Visit(self._use)
-        try:
-            yield more
-        finally:
-            more.__exit__()
-
-    async def ready(self, **need: float) -> None:
-        """See `Use.ready`: `branches`, `capsules`, `capsule_tokens`; by default of a request to begin."""
-        if self._use is not None:
-            await self._use.ready(**need)
-
-    def another(self) -> "Visit":
-        """One more request under the same key, which has not begun."""
-        return Visit(self._use)
-
-    def begin(self, branches: int, tokens: int) -> None:
-        """Count a prompt of so many tokens, and its branches. Raises QuotaExceeded, QuotaTooSmall."""
-        if self._use is not None:
-            self._use.add_branches(branches)
-            self._num_branches += branches
-            self._use.charge_prompt(tokens)
-
-    def charge(self, tokens: int) -> None:
-        """So many tokens of its answer."""
-        if self._use is not None:
-            self._use.charge(tokens)
-
-    def unkeep(self, capsule: CapsuleId) -> None:
-        """See `Use.unkeep`."""
-        if self._use is not None:
-            self._use.unkeep(capsule)
-
-    @contextmanager
-    def making(
-        self, tokens: int, is_kept: Callable[[CapsuleId], bool]
-    ) -> Iterator[Callable[[CapsuleId], None]]:
-        """See `Use.making`."""
-        if self._use is None:
-            yield lambda capsule: None
-            return
-        with self._use.making(tokens, is_kept) as keep:
-            yield keep
-
-
-UNLIMITED: Final = Visit(None)

@@ -4,8 +4,6 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-import msgspec
-
 from mallee.protocol.bookings import (
     decode_booking_snapshot,
     decode_bookings,
@@ -14,7 +12,7 @@ from mallee.protocol.codec import encode
 from mallee.protocol.errors import CodecError
 from mallee.protocol.subjects import Subjects, check_token
 from mallee.router.sync.outbox import Outbox
-from mallee.router.sync.replicas import Ledger, Replicas
+from mallee.router.sync.replicas import Ledger, Replicas, Room
 from mallee.runtime.bus.bus import Bus
 from mallee.runtime.bus.inbox import Pump
 from mallee.runtime.bus.snapshots import Fetcher
@@ -45,15 +43,28 @@ class BookingFeed:
         clock: Callable[[], float],
         heartbeat_s: float = HEARTBEAT_S,
         lease_s: float = LEASE_S,
+        room: Room | None = None,
+        on_heard: Callable[[], None] = lambda: None,
     ) -> None:
-        """Raises ConfigError if the outbox's gateway can't be part of a subject."""
+        """`on_heard` is called once a message of another gateway was taken in, for `room` too.
+
+        Raises ConfigError if the outbox's gateway can't be part of a subject."""
         check_token(outbox.gateway, "gateway")
         self._bus = bus
         self._outbox = outbox
         self._pump = pump
         self._subjects = Subjects.of(fleet)
         self._heartbeat_s = heartbeat_s
-        self.replicas = Replicas(ledger, gateway=outbox.gateway, clock=clock, lease_s=lease_s)
+        self._room = room
+        self._on_heard = on_heard
+        self.replicas = Replicas(
+            ledger,
+            gateway=outbox.gateway,
+            clock=clock,
+            lease_s=lease_s,
+            room=room,
+            incarnation=outbox.incarnation,
+        )
         self.tasks = Tasks("the broadcast of bookings")
         self._fetcher = Fetcher(
             pump,
@@ -122,10 +133,11 @@ class BookingFeed:
             for gateway in self.replicas.expire():
                 log.warning("gateway %s is silent: its bookings count no more", gateway)
                 self.others_metrics.pop(gateway, None)
+                self._on_heard()
 
     def _publish_beat(self) -> None:
-        beat = msgspec.structs.replace(self._outbox.heartbeat(), metrics_at=self.metrics_at)
-        self._bus.publish(self._subject, encode(beat))
+        lags = () if self._room is None else self._room.lags()
+        self._bus.publish(self._subject, encode(self._outbox.heartbeat(self.metrics_at, lags)))
 
     def _on_state(self, is_up: bool) -> None:
         if is_up and self._outbox.on_filled is not None:
@@ -144,6 +156,8 @@ class BookingFeed:
             self._fetcher.want(batch.gateway)
         if not is_known and batch.gateway in self.replicas.names:
             self._publish_beat()  # it has just come: it asks nobody for records before it knows of others
+        if batch.ops and batch.gateway != self._outbox.gateway:
+            self._on_heard()
 
     def _on_snapshot(self, raw: bytes, asked_at: float) -> bool:
         """Whether it was too old. Raises CodecError."""

@@ -18,6 +18,7 @@ from mallee.protocol.messages import Command, Frame
 from mallee.protocol.model import ModelSpec, WeightVersion
 from mallee.protocol.parcels import CHANGED, LEAVING
 from mallee.protocol.subjects import Subjects
+from mallee.router.dispatch.elsewhere import Elsewhere
 from mallee.router.router import Router
 from mallee.router.sync.replicas import ReplicaStats
 from mallee.runtime.bus.bus import Bus
@@ -33,7 +34,12 @@ RELINK_S = 2.0  # a worker whose link broke is tried again no sooner
 
 
 class LinkOwner(Protocol):
-    """Is told what comes over links, and of workers that come and go."""
+    """Is told what comes over links, and of workers that come and go.
+
+    `room` is told of tenants that wait at other gateways.
+    """
+
+    room: Elsewhere
 
     def on_frame(self, worker: WorkerId, frame: Frame) -> None: ...
 
@@ -51,6 +57,10 @@ class LinkOwner(Protocol):
 
     def on_loss(self, worker: WorkerId, reason: str) -> None:
         """Its link is over."""
+        ...
+
+    def on_heard(self) -> None:
+        """Other gateways said what they booked and freed."""
         ...
 
     def is_busy(self, worker: WorkerId) -> bool:
@@ -105,7 +115,14 @@ class WorkerLinks:
         self._bookings: BookingFeed | None = None
         if router.outbox is not None:
             self._bookings = BookingFeed(
-                bus, router, router.outbox, pump=self._feed.pump, fleet=fleet, clock=clock
+                bus,
+                router,
+                router.outbox,
+                pump=self._feed.pump,
+                fleet=fleet,
+                clock=clock,
+                room=owner.room,
+                on_heard=owner.on_heard,
             )
 
     async def start_up(self, metrics_at: str) -> None:

@@ -86,7 +86,12 @@ class ReplayBuilder(NamedTuple):
     def replicas(self, gateway: AnyGateway) -> Replicas:
         """The bookings of other gateways, as `gateway` keeps them."""
         return Replicas(
-            gateway.router, gateway=gateway.name, clock=self.clock.read, lease_s=_FOREVER_S
+            gateway.router,
+            gateway=gateway.name,
+            clock=self.clock.read,
+            lease_s=_FOREVER_S,
+            room=gateway.room,
+            incarnation=1,
         )
 
     def _cost_model(self) -> CostModel:

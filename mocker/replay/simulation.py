@@ -334,7 +334,8 @@ class Simulation:
         if is_up and len(self.gateways) > 1:
             for gateway in self.gateways:  # the others see what they missed
                 assert gateway.router.outbox is not None
-                self._broadcast(gateway, gateway.router.outbox.heartbeat())
+                beat = gateway.router.outbox.heartbeat(lags=gateway.room.lags())
+                self._broadcast(gateway, beat)
 
     # Bookings
 

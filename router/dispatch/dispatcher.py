@@ -29,6 +29,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from msgspec import structs
 
+from mallee.protocol.capabilities import needs
 from mallee.protocol.errors import (
     CapsuleAbandoned,
     CapsuleLost,
@@ -158,7 +159,10 @@ class Dispatcher:
             has_room=lambda: router.has_room,
             clock=clock,
             recheck_s=config.recheck_s,
+            outbox=router.outbox,
         )
+        self.room = self._waiting.elsewhere  # told of the other gateways
+        self._claims = self.room.claims  # mostly none
         self._tickets = self._waiting.queue.tickets  # mostly none
         self._suspects = Suspects(config.patience_s)
         self._quarantine = Quarantine(can_convict=config.can_convict)
@@ -363,7 +367,8 @@ class Dispatcher:
     def _admit(self, dispatch: Dispatch) -> None:
         """Place it now, or let it wait. Raises MalleeError; then nothing of it is booked or waits."""
         is_held = not self._resolve(dispatch)
-        is_next = not self._tickets or dispatch.is_moved or self._waiting.is_free(dispatch.lane)
+        is_next = not (self._tickets or self._claims) or dispatch.is_moved
+        is_next = is_next or self._waiting.is_free(dispatch.lane)
         if is_next and not is_held:
             try:
                 self._place(dispatch, True)
@@ -481,7 +486,7 @@ class Dispatcher:
                 affinity=job.affinity,
                 source=source,
                 why=why,
-                among=self._router.able(job.needs),
+                among=self._router.able(needs(job)),
             )
             self._check_linked([placement], state)
             state.num_shards += 1
@@ -523,7 +528,7 @@ class Dispatcher:
             source=source,
             why=why,
             # The worker of a capsule refuses by itself what it can't do.
-            among=None if capsule is not None else self._router.able(job.needs),
+            among=None if capsule is not None else self._router.able(needs(job)),
         )
 
     def _check_linked(self, placements: Sequence[Placement], state: RequestState) -> None:
@@ -844,6 +849,10 @@ class Dispatcher:
             self._waiting.wake_all()
         else:
             self._waiting.wake(worker)
+
+    def on_heard(self) -> None:
+        """Other gateways said what they booked and freed: try what waits, if it has the turn."""
+        self._waiting.on_heard()
 
     def on_lost(self, worker: WorkerId, reason: str, *, is_death: bool = True) -> None:
         """Nothing more comes from `worker`: what ran there goes on elsewhere.

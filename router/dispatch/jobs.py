@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
-from mallee.protocol.capabilities import Capability, needs_of
 from mallee.protocol.ids import (
     COMMON,
     CapsuleId,
@@ -112,18 +111,11 @@ class _Job:
     limits: Limits
     scope: Scope
     """The owner of the request, and of the capsules that it leaves."""
-    grammar: Grammar | None
-    retain: tuple[RetainSpan, ...]
 
     @property
     def max_tokens(self) -> int:
         """Tokens to generate in each branch, at most."""
         return self.limits.max_tokens
-
-    @property
-    def needs(self) -> frozenset[Capability]:
-        """The abilities that an engine needs for it."""
-        return needs_of(grammar=self.grammar, limits=self.limits, retain=self.retain)
 
     def abandon(self, request: RequestId, rows: Collection[int], *, is_all: bool) -> list[Command]:
         """The commands that end `rows`, which their reader gave up; `is_all`: they are all that are left.
@@ -248,10 +240,6 @@ class PrefillJob(_PromptJob):
         return private_part(self.scope, self.nonce) if self.nonce else self.scope
 
     @property
-    def needs(self) -> frozenset[Capability]:
-        return needs_of(retain=self.retain, holders=self.holders)
-
-    @property
     def suffix_lengths(self) -> list[int]:
         return [0]
 
@@ -315,12 +303,6 @@ class ForkJob(_Job):
 
     def uncached_tokens(self, held_tokens: int) -> int:
         return sum(self.suffix_lengths)
-
-    @property
-    def needs(self) -> frozenset[Capability]:
-        return needs_of(
-            grammar=self.grammar, limits=self.limits, retain=self.retain, resumes=self.resumes
-        )
 
     @property
     def is_inheriting(self) -> bool:

@@ -5,12 +5,12 @@ capsule is there) in that worker's lane, so that neither stands in the way of th
 capsule is being computed again is in the lane HELD, where none is tried. Shares and
 order (`router.dispatch.fairness`) hold within a lane; limits, deadlines and the drain rate over all of them.
 The owner pops a ticket, tries to place it, then settles it or pushes it back; it does so before it
-offers the next one.
+offers the next one. The other gateways are told of the common lane's tenants (`router.dispatch.elsewhere`).
 """
 
 import heapq
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -46,11 +46,21 @@ class AdmissionConfig:
 
 
 class AdmissionQueue:
-    """Tickets in lanes. Methods that take `now` (seconds) never see it run backwards."""
+    """Tickets in lanes. Methods that take `now` (seconds) never see it run backwards.
 
-    def __init__(self, config: AdmissionConfig) -> None:
+    `tell(tenant, cost)` is called when a tenant begins to wait in the common lane, or some of it leaves.
+    """
+
+    def __init__(
+        self,
+        config: AdmissionConfig,
+        tell: Callable[[str, float], None] = lambda tenant, cost: None,
+    ) -> None:
         self.config = config
-        self._lanes: dict[WorkerId | None, FairQueue] = {}
+        self._tell = tell
+        self.common: dict[str, int] = {}  # tickets of the common lane, waiting or tried, by tenant
+        self.shared = self._new_lane()  # the common one
+        self._lanes: dict[WorkerId | None, FairQueue] = {None: self.shared}
         self._waiting: dict[Hashable, Entry] = {}
         self.tickets: Mapping[Hashable, Entry] = (
             self._waiting
@@ -94,13 +104,13 @@ class AdmissionQueue:
         self._waiting[ticket.key] = entry
         lane = self._lanes.get(ticket.worker)
         if lane is None:
-            lane = self._lanes[ticket.worker] = FairQueue(
-                self.config.weights,
-                max_overtakes=self.config.max_overtakes,
-                max_idle_tenants=self.config.max_idle_tenants,
-            )
+            lane = self._lanes[ticket.worker] = self._new_lane()
         lane.push(entry)
         self._watch(entry)
+        if ticket.worker is None:
+            num = self.common[ticket.tenant] = self.common.get(ticket.tenant, 0) + 1
+            if num == 1:
+                self._tell(ticket.tenant, 0.0)
 
     def pop(self, now: float, worker: WorkerId | None = None) -> Ticket | None:
         """The ticket of `worker`'s lane to be tried next, or None; never one whose time is over.
@@ -131,7 +141,7 @@ class AdmissionQueue:
         entry = self.trying.pop(ticket.key)
         lane = self._lanes[ticket.worker]
         lane.settle(entry, cost)
-        self._left(ticket)
+        self._left(ticket, cost)
         self._rate.departed(now)
 
     def cancel(self, key: Hashable) -> bool:
@@ -179,6 +189,13 @@ class AdmissionQueue:
         watched = {id(item[2]) for item in self._deadlines if item[2].is_waiting}
         assert watched == {id(entry) for entry in self._waiting.values()}, "deadlines disagree"
 
+    def _new_lane(self) -> FairQueue:
+        return FairQueue(
+            self.config.weights,
+            max_overtakes=self.config.max_overtakes,
+            max_idle_tenants=self.config.max_idle_tenants,
+        )
+
     def _check_room(self, ticket: Ticket) -> None:
         of_tenant = self._per_tenant.get(ticket.tenant, 0)
         waiting = len(self._waiting) + len(self.trying)
@@ -221,7 +238,7 @@ class AdmissionQueue:
         del self._waiting[entry.ticket.key]
         self._left(entry.ticket)
 
-    def _left(self, ticket: Ticket) -> None:
+    def _left(self, ticket: Ticket, cost: float = 0.0) -> None:
         self._per_tenant[ticket.tenant] -= 1
         if not self._per_tenant[ticket.tenant]:
             del self._per_tenant[ticket.tenant]
@@ -229,7 +246,13 @@ class AdmissionQueue:
             weight = self._total_weight - self._weight(ticket.tenant)
             self._total_weight = weight if self._per_tenant else 0.0
         lane = ticket.worker
-        if not self._lanes[lane] and all(e.ticket.worker != lane for e in self.trying.values()):
+        if lane is None:
+            num = self.common[ticket.tenant] = self.common[ticket.tenant] - 1
+            if not num:
+                del self.common[ticket.tenant]
+            if cost or not num:
+                self._tell(ticket.tenant, cost)
+        elif not self._lanes[lane] and all(e.ticket.worker != lane for e in self.trying.values()):
             del self._lanes[lane]
 
 

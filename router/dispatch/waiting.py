@@ -2,7 +2,8 @@
 
 Nothing happens between choosing, booking and sending: a dispatch is placed in the very call in which
 its turn has come. A dispatch that can go to one worker alone waits in that worker's lane, all others
-in the common one; `router.dispatch.queue` has the order within a lane and the limits over all.
+in the common one; `router.dispatch.queue` has the order within a lane and the limits over all. In the common
+one, requests at other gateways have their turns (`router.dispatch.elsewhere`).
 """
 
 from collections.abc import Callable
@@ -11,9 +12,11 @@ from typing import Final
 
 from mallee.protocol.errors import DeadlineExceeded, MalleeError, NoWorker, Saturated, WorkerLost
 from mallee.protocol.ids import WorkerId
+from mallee.router.dispatch.elsewhere import Elsewhere
 from mallee.router.dispatch.fairness import Ticket
 from mallee.router.dispatch.queue import HELD, AdmissionConfig, AdmissionQueue
 from mallee.router.dispatch.shards import Dispatch
+from mallee.router.sync.outbox import Outbox
 
 # Room may come unannounced: another gateway's request ended, or a worker reported less load.
 RECHECK_S: Final = 0.02
@@ -36,7 +39,7 @@ class Waiting:
     HELD it is not tried until it is cancelled and added again.
     `has_room()`: whether any worker takes as much as one row.
     `placed(dispatch)` and `failed(dispatch, error)` are called as one leaves. `recheck_s` None: all
-    room is announced.
+    room is announced. `outbox` tells the other gateways who waits.
     """
 
     def __init__(
@@ -50,8 +53,10 @@ class Waiting:
         has_room: Callable[[], bool],
         clock: Callable[[], float],
         recheck_s: float | None = RECHECK_S,
+        outbox: Outbox | None = None,
     ) -> None:
-        self.queue = AdmissionQueue(config)
+        self.queue = AdmissionQueue(config, lambda *told: self.elsewhere.tell(*told))
+        self.elsewhere = Elsewhere(self.queue, outbox)
         self._place = place
         self._placed = placed
         self._failed = failed
@@ -72,6 +77,8 @@ class Waiting:
 
     def is_free(self, lane: WorkerId | None) -> bool:
         """Whether a dispatch that comes now has none before it."""
+        if lane is None and self.elsewhere.claims:
+            return False
         if not self.queue.tickets:
             return True
         return not self.queue.waiting(None) and not self.queue.waiting(lane)
@@ -95,8 +102,8 @@ class Waiting:
         ticket = Ticket(dispatch, terms.tenant, since, cost, *place)
         self.queue.offer(ticket, is_limited=is_new and not dispatch.is_moved)
         dispatch.queued_at = since
-        if dispatch.lane is not None:
-            self.wake(dispatch.lane)  # others wait, but perhaps not for this worker
+        if dispatch.lane is not None or self.elsewhere.claims:
+            self.wake(dispatch.lane)  # others wait, but perhaps not for this worker, or elsewhere
 
     def cancel(self, dispatch: Dispatch) -> None:
         self.queue.cancel(dispatch)
@@ -119,6 +126,12 @@ class Waiting:
         self._woken[None] = None
         if worker is not None and worker != HELD and self.queue.waiting(worker):
             self._woken[worker] = None
+
+    def on_heard(self) -> None:
+        """Other gateways said what they booked and freed: take the room that is left to this one."""
+        if self.queue.common and self.elsewhere.is_turn():
+            self.wake(None)
+            self.pump()
 
     def pump(self) -> None:
         """Try the next dispatches of the woken lanes by turns, a bounded number of them."""
@@ -145,6 +158,8 @@ class Waiting:
             self._recheck_at = now + self._recheck_s
             for lane in self._some_lanes():
                 self.wake(lane)
+        if now >= self.elsewhere.yields_until:
+            self.wake(None)
         self._expire()
         self.pump()
 
@@ -155,9 +170,11 @@ class Waiting:
         if self._woken:
             return self._clock()
         deadline = self.queue.next_deadline()
-        if self._recheck_s is None or deadline is None or self._are_all_held:
-            return deadline
-        return min(deadline, self._recheck_at)
+        if deadline is None:
+            return None
+        has_recheck = self._recheck_s is not None and not self._are_all_held
+        recheck_at = self._recheck_at if has_recheck else deadline
+        return min(deadline, recheck_at, self.elsewhere.yields_until)
 
     @property
     def _are_all_held(self) -> bool:
@@ -166,6 +183,7 @@ class Waiting:
     def check(self) -> None:
         """Raises AssertionError on a broken invariant of the queue."""
         self.queue.check()
+        self.elsewhere.check()
 
     def _some_lanes(self) -> list[WorkerId | None]:
         lanes = self.queue.lanes()
@@ -189,9 +207,11 @@ class Waiting:
 
     def _try_lane(self, lane: WorkerId | None) -> bool:
         """Whether a dispatch has left this lane, so that the next one may; the others stay in line."""
+        now = self._clock()
+        if lane is None and self.elsewhere.must_yield(now, self._has_room):
+            return False
         refused: list[Ticket] = []
         is_done = False
-        now = self._clock()
         while not is_done and len(refused) < (MAX_REFUSED if lane is None else 1):
             ticket = self.queue.pop(now, lane)
             if ticket is None:

@@ -1,4 +1,4 @@
-"""Bookings of this gateway on their way to the others: numbered, bounded, repeated in snapshots."""
+"""Bookings of this gateway and its waiting tenants, told to the others: numbered, bounded, in snapshots."""
 
 from collections import deque
 from collections.abc import Callable
@@ -6,12 +6,15 @@ from collections.abc import Callable
 import msgspec
 
 from mallee.protocol.bookings import (
+    MAX_COUNT,
     Booked,
     BookingBatch,
     BookingOp,
     BookingSnapshot,
     Freed,
+    Lag,
     PrefillDone,
+    Queued,
 )
 from mallee.protocol.ids import Incarnation, RequestId
 
@@ -34,6 +37,7 @@ class Outbox:
         self._pending: deque[BookingOp] = deque()
         self._first_seq = 0  # of the oldest that waits, or of the next to come
         self._live: dict[str, Booked] = {}
+        self._waits: dict[str, None] = {}  # tenants
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -61,6 +65,14 @@ class Outbox:
         self._record(Freed(request))
         return True
 
+    def queued(self, tenant: str, cost: float, *, waits: bool) -> None:
+        """Record what of a tenant's left the waiting room for workers, and whether more of it waits."""
+        if waits:
+            self._waits[tenant] = None
+        else:
+            self._waits.pop(tenant, None)
+        self._record(Queued(tenant, min(int(cost), MAX_COUNT), waits))
+
     def take(self, max_ops: int = 256, max_nbytes: int = 256 << 10) -> BookingBatch | None:
         """The oldest operations that wait, at least one; None if none does."""
         if not self._pending:
@@ -77,9 +89,9 @@ class Outbox:
         self._first_seq = batch.next_seq
         return batch
 
-    def heartbeat(self) -> BookingBatch:
-        """The empty batch with the stream's position."""
-        return BookingBatch(self.gateway, self.incarnation, self._first_seq, ())
+    def heartbeat(self, metrics_at: str = "", lags: tuple[Lag, ...] = ()) -> BookingBatch:
+        """The batch without operations, with the stream's position."""
+        return BookingBatch(self.gateway, self.incarnation, self._first_seq, (), metrics_at, lags)
 
     def snapshot(self, max_waypoints_nbytes: int = 4 << 20) -> BookingSnapshot:
         """All live bookings, those that still wait included.
@@ -90,7 +102,9 @@ class Outbox:
         if sum(len(booking.waypoints) for booking in bookings) > max_waypoints_nbytes:
             bookings = tuple(map(_without_waypoints, bookings))
         next_seq = self._first_seq + len(self._pending)
-        return BookingSnapshot(self.gateway, self.incarnation, next_seq, bookings)
+        return BookingSnapshot(
+            self.gateway, self.incarnation, next_seq, bookings, tuple(self._waits)
+        )
 
     def check(self) -> None:
         """Raises AssertionError unless bookings are filed by request, and bounds hold."""

@@ -4,10 +4,12 @@ Each gateway broadcasts what it books, frees and finishes prefilling, as one num
 (`protocol.bookings`), put in order by `router.sync.streams`. The bookings of each other gateway are kept
 here as that gateway means them, and offered to the `Ledger`. One whose worker is unknown there, or in
 another life, waits here and is offered again when that life joins (`worker_joined`). A snapshot heals
-gaps; bookings of a gateway that fell silent are dropped after `lease_s`.
+gaps; bookings of a gateway that fell silent are dropped after `lease_s`. The same streams tell of tenants
+that wait there, and what was served of them, which the `Room` takes in. A gap loses what was served in it:
+so all gateways take over the lags of the one that runs longest, from its heartbeats.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -19,7 +21,9 @@ from mallee.protocol.bookings import (
     BookingOp,
     BookingSnapshot,
     Freed,
+    Lag,
     PrefillDone,
+    Queued,
 )
 from mallee.protocol.ids import Incarnation, RequestId, WorkerId
 from mallee.router.sync.streams import StreamSync, StreamTodo
@@ -41,6 +45,26 @@ class Ledger(Protocol):
 
     def free_remote(self, request: RequestId) -> bool:
         """End a booking. False if there was none."""
+        ...
+
+
+class Room(Protocol):
+    """The waiting room of this gateway, which shares workers with those of the others."""
+
+    def queued_elsewhere(self, gateway: str, tenant: str, cost: float, *, waits: bool) -> None:
+        """Take in what of a tenant's was served there, and whether more of it waits."""
+        ...
+
+    def left(self, gateway: str) -> None:
+        """Nobody waits there any more."""
+        ...
+
+    def lags(self) -> tuple[Lag, ...]:
+        """The lags of tenants that wait, if some wait at other gateways."""
+        ...
+
+    def adopt(self, lags: Iterable[Lag]) -> None:
+        """Take over how far tenants that wait are ahead of each other."""
         ...
 
 
@@ -102,8 +126,10 @@ class Replicas:
         lease_s: float = 3.0,
         max_gateways: int = 256,
         max_bookings: int = 65_536,
+        room: Room | None = None,
+        incarnation: int = 0,
     ) -> None:
-        """`gateway`: our own name. At most `max_bookings` are kept for each other gateway."""
+        """`gateway`: our own name, `incarnation` our life. At most `max_bookings` are kept for each other."""
         if not lease_s > 0.0:
             raise ValueError(f"lease_s={lease_s}: must be above 0")
         self._ledger = ledger
@@ -112,6 +138,8 @@ class Replicas:
         self._lease_s = lease_s
         self._max_gateways = max_gateways
         self._max_bookings = max_bookings
+        self._room = room
+        self._since = (incarnation, gateway)
         self._peers: dict[str, _Peer] = {}
         self._on_life: dict[_Life, set[_Key]] = {}  # every booking, by the life it is on
         self._waiting: set[_Key] = set()
@@ -127,7 +155,10 @@ class Replicas:
             todo = peer.sync.on_batch(batch)
         else:
             todo = peer.sync.on_mention(batch.incarnation, batch.next_seq)
-        return self._do(batch.gateway, peer, todo, batch.incarnation)
+        needs_snapshot = self._do(batch.gateway, peer, todo, batch.incarnation)
+        if batch.lags and self._room is not None and self._runs_longest(batch):
+            self._room.adopt(batch.lags)
+        return needs_snapshot
 
     def on_snapshot(self, snapshot: BookingSnapshot) -> bool:
         """Replace what is known of that gateway. True: it was too old, ask for another."""
@@ -194,6 +225,10 @@ class Replicas:
             strangers=self._strangers,
         )
 
+    def _runs_longest(self, batch: BookingBatch) -> bool:
+        lives = [(peer.sync.incarnation or 0, name) for name, peer in self._peers.items()]
+        return (batch.incarnation, batch.gateway) == min(*lives, self._since)
+
     def _hear(self, gateway: str) -> _Peer | None:
         if gateway == self._gateway:
             self._own += 1
@@ -227,9 +262,15 @@ class Replicas:
                     self._prefill_done(name, peer, op.request)
                 case Freed():
                     self._free(name, peer, op.request)
+                case Queued() if self._room is not None:
+                    self._room.queued_elsewhere(name, op.tenant, op.cost, waits=op.waits)
         return todo.needs_snapshot
 
     def _replace(self, name: str, peer: _Peer, snapshot: BookingSnapshot) -> None:
+        if self._room is not None:
+            self._room.left(name)
+            for tenant in snapshot.waits:
+                self._room.queued_elsewhere(name, tenant, 0, waits=True)
         new = {booking.request: booking for booking in snapshot.bookings}
         for request, old in list(peer.bookings.items()):
             said = new.get(request)
@@ -282,6 +323,8 @@ class Replicas:
             self._ledger.free_remote(RequestId(request))
 
     def _clear(self, name: str, peer: _Peer) -> None:
+        if self._room is not None:
+            self._room.left(name)
         for request in list(peer.bookings):
             self._free(name, peer, request)
 

@@ -8,7 +8,8 @@ import numpy as np
 import xxhash
 
 from mallee.actors.foreign.build import add_foreign
-from mallee.actors.foreign.runner import ForeignRunner, TextLimits
+from mallee.actors.foreign.runner import ForeignRunner
+from mallee.actors.foreign.texts import TextLimits
 from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.worker import Capacity
 from mallee.mocker.passes import mock_spec

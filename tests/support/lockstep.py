@@ -45,7 +45,7 @@ from mallee.router.dispatch.effects import (
 from mallee.router.dispatch.jobs import ForkJob, GenerateJob, Job, PrefillJob, QueueTerms
 from mallee.router.router import Router
 from mallee.router.sync.outbox import Outbox
-from mallee.router.sync.replicas import Replicas
+from mallee.router.sync.replicas import Replicas, Room
 from mallee.runtime.tasks import Tasks
 from mallee.testing.bus import LocalBus, LocalHub
 from mallee.traces.workload import NO_PARENT, Request
@@ -67,7 +67,6 @@ class Decisions:
         self._ended = ended
         self._effects = dispatcher.effects
         self._told: dict[tuple[str, int], int] = defaultdict(int)
-        self.has_booked = False  # or freed a booking, for a client
         self.capsules: dict[RequestId, CapsuleId] = {}  # of first branches
         dispatcher.effects = self._take  # type: ignore[method-assign]
 
@@ -83,7 +82,6 @@ class Decisions:
             case Placed(request=request, shard=shard, placement=placement):
                 entry = (request, shard.name, shard.worker, shard.branches, shard.how)
                 entry = ("placed", *entry, placement.overlap_blocks)
-                self.has_booked = True
             case Send(worker=worker, command=command):
                 subject = command.capsule if isinstance(command, Release) else command.request
                 entry = ("send", worker, type(command).__name__, subject)
@@ -100,7 +98,6 @@ class Decisions:
                 entry = ("refused", request, error.code)
             case Ended(request=request):
                 entry = ("ended", request)
-                self.has_booked = True
                 if self._ended is not None:
                     self._ended(request)
             case LetGo(worker=worker):
@@ -242,8 +239,10 @@ class SimBus(LocalBus):
 class SimBookings:
     """A gateway's share in the others' bookings: a `BookingFeed` without a bus."""
 
-    def __init__(self, router: Router, name: str, clock: Clock) -> None:
-        self.replicas = Replicas(router, gateway=name, clock=clock.read, lease_s=1e12)
+    def __init__(self, router: Router, name: str, clock: Clock, room: Room) -> None:
+        self.replicas = Replicas(
+            router, gateway=name, clock=clock.read, lease_s=1e12, room=room, incarnation=1
+        )
         self.tasks = Tasks("the bookings of a test")
 
     async def start_up(self, metrics_at: str) -> None:
@@ -263,7 +262,6 @@ class LiveGateway:
         self.links: dict[Incarnation, SimLink] = {}
         self.names: deque[str] = deque()  # of the requests to come
         self.unwanted: deque[CapsuleId] = deque()  # capsules that no request will fork
-        self._is_rebuilding = False
 
     async def open(self, hub: LocalHub) -> None:
         world, clock = self._world, self._world.clock
@@ -280,7 +278,8 @@ class LiveGateway:
         )
         peers = self.service.shell.links
         if self.router.outbox is not None:
-            self.bookings = SimBookings(self.router, self.name, clock)
+            room = self.service.shell.room
+            self.bookings = SimBookings(self.router, self.name, clock, room)
             peers._bookings = self.bookings  # type: ignore[assignment]
         self._carry_out = self.service.shell.carry_out
         self.service.shell.carry_out = self._carry_out_and_more  # type: ignore[method-assign]
@@ -318,12 +317,8 @@ class LiveGateway:
         self._carry_out()
         while self.unwanted:
             self._release(self.unwanted.popleft())
-        was_rebuilding = self._is_rebuilding
-        self._is_rebuilding = self.service.shell.dispatcher.is_rebuilding
-        if self.decisions.has_booked or was_rebuilding or self._is_rebuilding:
-            self.decisions.has_booked = False
-            if self.router.outbox is not None:
-                self._world.tell_bookings(self)
+        if self.router.outbox:
+            self._world.tell_bookings(self)
 
     def _release(self, capsule: CapsuleId) -> None:
         """As a replay does it: at once. Over HTTP the worker is asked, and answers."""
@@ -548,7 +543,8 @@ class LiveWorld:
         if is_up and len(self.gateways) > 1:
             for gateway in self.gateways:
                 assert gateway.router.outbox is not None
-                self._tell(gateway, gateway.router.outbox.heartbeat())
+                lags = gateway.service.shell.room.lags()
+                self._tell(gateway, gateway.router.outbox.heartbeat(lags=lags))
 
     def is_needed(self, worker: Worker) -> bool:
         return any(gateway.is_linked(worker) for gateway in self.gateways)

@@ -33,11 +33,14 @@ from mallee.testing.ports import free_ports
 
 PYTHON: Final = "MALLEE_VLLM_PYTHON"
 FOLDER: Final = Path(__file__).parents[1] / "actors" / "front" / "recorded"
-TINY: Final = {"load_format": "dummy", "hf_overrides": {"num_hidden_layers": 2}}
+TINY: Final = {
+    "load_format": "dummy",
+    "hf_overrides": {"num_hidden_layers": 1, "intermediate_size": 64, "vocab_size": 2048},
+}
 OFFLOADING: Final = {
     "kv_connector": "OffloadingConnector",
     "kv_role": "kv_both",
-    "kv_connector_extra_config": {"cpu_bytes_to_use": 4_000_000},
+    "kv_connector_extra_config": {"cpu_bytes_to_use": 1_500_000},
 }
 _WAIT_S: Final = 60
 _ALPHABET: Final = range(1000, 1064)  # few tokens: recordings stay small
@@ -67,7 +70,7 @@ SETUPS: Final[Mapping[str, Setup]] = {
             "kv_transfer_config": OFFLOADING
             | {
                 "kv_connector_extra_config": {
-                    "cpu_bytes_to_use": 4_000_000,
+                    "cpu_bytes_to_use": 1_500_000,
                     "self_describing_kv_events": True,
                 }
             }
@@ -392,8 +395,8 @@ def _adapter(setup: Setup) -> Iterator[str | None]:
 
     with tempfile.TemporaryDirectory() as folder:
         name = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
-        weights = {name.format(n, "A"): torch.full((8, 576), 0.01) for n in range(2)}
-        weights |= {name.format(n, "B"): torch.full((576, 8), 0.01) for n in range(2)}
+        weights = {name.format(n, "A"): torch.full((8, 576), 0.01) for n in range(1)}
+        weights |= {name.format(n, "B"): torch.full((576, 8), 0.01) for n in range(1)}
         save_file(weights, Path(folder) / "adapter_model.safetensors")
         config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj"]}
         (Path(folder) / "adapter_config.json").write_text(json.dumps(config))

@@ -48,9 +48,7 @@ def main() -> None:
             prompt = {"prompt_token_ids": request["tokens"]}
             prompts.append(prompt | ({"cache_salt": request["salt"]} if request["salt"] else {}))
             params.append(
-                SamplingParams(
-                    temperature=1.0, seed=7, max_tokens=request["num_new"], ignore_eos=True
-                )
+                SamplingParams(temperature=0.0, max_tokens=request["num_new"], ignore_eos=True)
             )
             adapter = request["adapter"]
             adapters.append(LoRARequest(adapter, 1, lora) if adapter else None)
@@ -80,7 +78,7 @@ def main() -> None:
             case "held":
                 answer = held()
             case "reset":
-                answer = llm.reset_prefix_cache()
+                answer = llm.reset_prefix_cache(reset_connector=connector is not None)
             case other:
                 raise ValueError(f"unknown command {other!r}")
         publisher._event_queue.join()

@@ -15,7 +15,7 @@ import zmq.asyncio
 
 from mallee.actors.build import resolve
 from mallee.actors.foreign.build import add_foreign
-from mallee.actors.foreign.runner import TextLimits
+from mallee.actors.foreign.texts import TextLimits
 from mallee.actors.foreign.vllm import engine_args, start_engine
 from mallee.actors.front.pods.subscriber import Subscriber
 from mallee.actors.hosting.host import Host

@@ -64,8 +64,8 @@ class Recorder(Protocol):
 class Gateway:
     """One gateway of one simulation, or one half of one that has prompts computed apart.
 
-    `send` carries out a command, else it goes to its worker. `on_booked` is called after requests were
-    booked, or freed.
+    `send` carries out a command, else it goes to its worker. `on_booked` is called when the other gateways
+    are to be told of bookings, or of tenants that wait.
     """
 
     def __init__(
@@ -90,8 +90,9 @@ class Gateway:
         self._send = send or self.send
         self._on_booked = on_booked
         self._dispatcher = Dispatcher(router, texts, _CONFIG, clock=clock.read)
+        self.room = self._dispatcher.room
         self._lives: dict[WorkerId, Incarnation] = {}  # that have joined and are not known as lost
-        self._is_carrying_out = self._has_more = self._is_rebuilding = False
+        self._is_carrying_out = self._has_more = False
         self._timed_at = MAX_S
 
     def router_for(self, worker: Worker) -> Router:
@@ -179,7 +180,6 @@ class Gateway:
             )
             return
         self._is_carrying_out = self._has_more = True
-        has_booked = False
         let_go: list[WorkerId] = []
         while self._has_more:
             self._has_more = False
@@ -190,10 +190,8 @@ class Gateway:
                     assert effect.shard is not None, "nothing is sent but for requests"
                     self._send(self._fleet.lives[effect.shard.incarnation], effect)
                 elif type(effect) is Placed:
-                    has_booked = True
                     self._recorder.placed(effect)
                 elif type(effect) is Ended:
-                    has_booked = True
                     self._recorder.over(effect.request)
                 elif type(effect) is LetGo:
                     let_go.append(effect.worker)
@@ -209,15 +207,10 @@ class Gateway:
         at = self._dispatcher.next_time()
         if at is not None:
             self._set_timer(at)
-        if self._on_booked is not None and (has_booked or self._has_rebuilt()):
+        if self._on_booked is not None and self.router.outbox:
             self._on_booked(self)
         for worker in let_go:
             self._let_go(worker)
-
-    def _has_rebuilt(self) -> bool:
-        """Whether capsules are made again now, or were at the last call: their bookings are told too."""
-        was_rebuilding, self._is_rebuilding = self._is_rebuilding, self._dispatcher.is_rebuilding
-        return was_rebuilding or self._is_rebuilding
 
     def send(self, worker: Worker, effect: Send) -> None:
         """Send a command."""

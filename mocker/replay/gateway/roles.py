@@ -82,6 +82,7 @@ class RoleGateway:
         more |= {"clock": clock, "fleet": fleet}
         self._prefill = Gateway(name, routers["prefill"], recorder=_Prompts(self), **more)
         self._decode = Gateway(name, self.router, recorder=self, send=self._send, **more)
+        self.room = self._decode.room
 
     def router_for(self, worker: Worker) -> Router:
         """The router that knows `worker`."""

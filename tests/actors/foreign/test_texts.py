@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from mallee.actors.foreign.texts import ENTRY_NBYTES, CapsuleText, CapsuleTexts
+from mallee.actors.foreign.texts import ENTRY_NBYTES, CapsuleText, CapsuleTexts, TextLimits
 from mallee.protocol.errors import CapsulesFull, InvalidParameter, UnknownCapsule
 from mallee.protocol.ids import CapsuleId
 
@@ -15,8 +15,7 @@ class Scene:
         self.now = 0.0
         self.there: set[str] = set()  # by what was told
         self.texts = CapsuleTexts(
-            max_left=max_left,
-            max_kept_nbytes=max_kept * (ENTRY_NBYTES + 40),
+            TextLimits(max_left, max_kept * (ENTRY_NBYTES + 40)),
             clock=lambda: self.now,
             stored=lambda text: self.there.add(text.id),
             released=lambda capsule: self.there.remove(capsule),

@@ -28,6 +28,7 @@ from mallee.protocol.errors import (
 from mallee.protocol.ids import COMMON, account_of
 from mallee.runtime.bus.buckets import Buckets, BucketSpec, Stored
 from mallee.testing.bus import LocalBus, LocalHub
+from support.lessees import lessee
 from support.plain_ids import SCOPES
 from support.waiting import until, until_asked
 
@@ -78,12 +79,12 @@ class Gateway:
         self.store = Store(self.bus, StoreTerms("f"))
         self.tasks = self.store.tasks
         keys, number = iter(range(1, 1 << 30)), len(living)
+
+        def new_key() -> str:
+            return f"{number:08x}{next(keys):08x}"
+
         self.budgets = Budgets(
-            self.store,
-            gateway=name,
-            others=lambda: living - {name},
-            clock=clock,
-            new_key=lambda: f"{number:08x}{next(keys):08x}",
+            self.store, lessee(name, living, new_key), clock=clock, new_key=new_key
         )
         self.living = living
         living.add(name)
@@ -330,7 +331,7 @@ def test_no_death_and_no_lost_answer_overspends_a_budget(
 
 def figures(tree: BudgetTree, key: str) -> tuple[float, float, float]:
     """Of its tokens: used, reserved, left."""
-    view = tree.view(key, lambda holder: True, 0.0).tokens
+    view = tree.view(key, (), 0.0).tokens
     assert view is not None
     return view.used, view.reserved, view.left
 
@@ -350,16 +351,16 @@ def test_limits_change_while_accounts_run() -> None:
     tree.take(own, "h", 0, 10)
     assert (figures(tree, "a"), figures(tree, "m")) == ((0, 80, 20), (0, 60, 20))
     tree.change("m", Budget(tokens=3, wall_s=4), 1.0)
-    tree.settle(lambda holder: True)
+    tree.settle(())
     assert (figures(tree, "a"), figures(tree, "m")) == ((0, 60, 40), (0, 60, 0))
     assert tree.due("b") == 5.0
     tree.change("m", Budget(branches=4), 2.0)
-    assert (tree.view("m", bool, 2.0).tokens, tree.places("b")[1].key) == (None, "m")
+    assert (tree.view("m", (), 2.0).tokens, tree.places("b")[1].key) == (None, "m")
     tree.tell(tokens, "g", 5)
     tree.tell(own, "h", 10)
     for holder in "gh":
         tree.give_back(holder, ())
-        tree.settle(lambda each: each == "h")
+        tree.settle(tree.holders - {"h"})
     assert tree.places("m")[0].key == "a"  # its own has gone
     assert figures(tree, "a") == (15, 0, 85)
     assert figures(tree, "b") == (5, 0, 15)
@@ -461,7 +462,8 @@ async def test_what_a_dead_gateway_had_counts_as_spent_and_blocks_nobody_else() 
         again = Gateway(a.bus._hub, "g1", a.living, Clock())  # its name, in another life
         await again.bus.connect()
         lost = await b.begin(name)
-        b.budgets._holder, again.budgets._holder = again.budgets._holder, "g1/x"
+        old, new = b.budgets._lessee, again.budgets._lessee
+        old.name, new.name = new.name, "g1/x"
         assert (await used(again, name))[:2] == (3 + lost.rest("tokens"), 0)
         await again.close()
 
@@ -472,7 +474,7 @@ async def test_gateways_that_come_and_go_leave_a_bounded_value() -> None:
     [place] = tree.places("a")
     for i in range(99):
         tree.take(place, f"g{i}", 0, 1)
-        tree.settle(lambda holder: False)
+        tree.settle(tree.holders)
     assert figures(tree, "a")[2] == 0
     assert len(tree.accounts["a"].counts["tokens"].leases) == 16
     tree.give_back("g0", ())

@@ -21,7 +21,7 @@ from mallee.api.text.chat import ChatTemplate
 from mallee.api.text.families import FAMILIES
 from mallee.gateway.access.access import Access
 from mallee.gateway.access.keys import new_key
-from mallee.gateway.access.quotas import UNLIMITED
+from mallee.gateway.access.visits import UNLIMITED
 from mallee.protocol.errors import CapsuleStale, PeerSilent, StoreAway, UnknownCapsule
 from mallee.protocol.ids import COMMON
 from mallee.router.dispatch.jobs import ForkJob, GenerateJob

@@ -9,12 +9,14 @@ import pytest
 from mallee.api.branches.accounts import Budget
 from mallee.api.branches.budgets import Budgets
 from mallee.gateway.access.keys import Key
-from mallee.gateway.access.quotas import Shared, Use, Visit
+from mallee.gateway.access.quotas import Shared, Use
+from mallee.gateway.access.visits import Visit
 from mallee.gateway.store.store import Store, StoreTerms
 from mallee.protocol.errors import QuotaExceeded
 from mallee.protocol.ids import COMMON
 from mallee.runtime.bus.broker import Broker
 from mallee.runtime.bus.nats import NatsBus
+from support.lessees import lessee
 from support.plain_ids import SCOPES
 from support.waiting import until, until_asked
 
@@ -31,12 +33,12 @@ async def test_two_gateways_that_lease_at_once_overspend_nothing() -> None:
     for name, bus, store in zip(sorted(names), buses, stores, strict=True):
         await bus.connect()
         keys = iter(range(1, 1 << 30))
-        own: Any = {"gateway": name, "others": lambda name=name: names - {name}}
-        own["new_key"] = lambda name=name, keys=keys: f"{name[1:]:>08}{next(keys):08x}"
-        shared = Shared(store, clock=time.time, **own)
+        new_key: Any = lambda name=name, keys=keys: f"{name[1:]:>08}{next(keys):08x}"  # noqa: E731
+        holder = lessee(name, names, new_key)
+        shared = Shared(store, holder, clock=time.time)
         key = Key(name="k", sha256="0" * 64, requests_per_minute=40)
         use = Use(key, time.monotonic, lambda shared=shared: shared)
-        made.append((Budgets(store, clock=time.time, **own), use))
+        made.append((Budgets(store, holder, clock=time.time, new_key=new_key), use))
     await until(lambda: all(bus.is_up for bus in buses))
     bound = made[0][0].bound(Budget(tokens=2000, branches=30), COMMON)
     assert bound is not None

@@ -12,7 +12,7 @@ import yaml
 
 from mallee.gateway.access.access import Access
 from mallee.gateway.access.keys import NewKey, digest, new_key, parse
-from mallee.gateway.access.quotas import UNLIMITED
+from mallee.gateway.access.visits import UNLIMITED
 from mallee.protocol.api.shared import MAX_TENANT
 from mallee.protocol.errors import (
     ConfigError,

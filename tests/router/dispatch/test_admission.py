@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from mallee.protocol.errors import Overloaded, TenantQueueFull
-from mallee.protocol.ids import WorkerId
+from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.router.dispatch.elsewhere import Elsewhere
 from mallee.router.dispatch.fairness import Ticket
 from mallee.router.dispatch.queue import RATE_WINDOW_S, AdmissionConfig, AdmissionQueue, DrainRate
+from mallee.router.sync.outbox import Outbox
 from support.examples import examples
 
 MANY = AdmissionConfig(max_waiting=100_000, max_waiting_per_tenant=100_000)
@@ -149,12 +151,17 @@ class Tenant:
     tag: float = 0.0
     turn: int = 0
     overtakes: int = 0
+    elsewhere: set[str] = field(default_factory=set)  # other gateways at which it waits
     returned: list[Waiting] = field(default_factory=list)
     waiting: list[Waiting] = field(default_factory=list)  # by age
 
     @property
     def everyone(self) -> list[Waiting]:
         return self.returned + self.waiting
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.everyone or self.elsewhere)
 
 
 class Lane:
@@ -168,13 +175,30 @@ class Lane:
     def everyone(self) -> list[Waiting]:
         return [w for tenant in self.tenants.values() for w in tenant.everyone]
 
-    def push(self, waiting: Waiting) -> None:
-        tags = [t.tag for t in self.tenants.values() if t.everyone]
+    def tenant(self, name: str) -> Tenant:
+        """One that begins to wait, unless it does."""
+        tags = [t.tag for t in self.tenants.values() if not t.is_idle]
         if not tags:
             self.tenants.clear()
-        tenant = self.tenants.setdefault(waiting.ticket.tenant, Tenant())
-        if not tenant.everyone:
+        tenant = self.tenants.setdefault(name, Tenant())
+        if tenant.is_idle:
             tenant.tag = max([tenant.tag, *([min(tags)] if tags else [])])
+        return tenant
+
+    def hear(self, gateway: str, name: str, cost: int, *, waits: bool) -> None:
+        """Another gateway served something of a tenant's, of which more waits there or not."""
+        if cost and any(not t.is_idle for t in self.tenants.values()):
+            self.tenant(name).tag += cost / WEIGHTS[name]
+            self.turns += 1
+            self.tenants[name].turn = self.turns
+        if waits:
+            self.tenant(name).elsewhere.add(gateway)
+        elif name in self.tenants:
+            self.tenants[name].elsewhere.discard(gateway)
+
+    def push(self, waiting: Waiting) -> None:
+        tenant = self.tenant(waiting.ticket.tenant)
+        if not tenant.everyone:
             self.turns += 1
             tenant.turn = self.turns
         waiting.before = tenant.overtakes
@@ -232,7 +256,9 @@ class AdmissionMachine(RuleBasedStateMachine):
             weights=WEIGHTS,
             max_overtakes=MAX_OVERTAKES,
         )
-        self.queue = AdmissionQueue(self.config)
+        self.queue = AdmissionQueue(self.config, lambda *told: self.elsewhere.tell(*told))
+        self.outbox = Outbox("g0", Incarnation(1))
+        self.elsewhere = Elsewhere(self.queue, self.outbox)
         self.lanes = {lane: Lane() for lane in LANES}
         self.now = 0.0
         self.number = 0
@@ -305,6 +331,33 @@ class AdmissionMachine(RuleBasedStateMachine):
             self.queue.push_back(chosen[0].ticket)
             model.push_back(chosen[0], chosen[2])
 
+    @rule(
+        gateway=st.sampled_from(["g1", "g2"]),
+        tenant=st.sampled_from("abc"),
+        cost=st.integers(0, 64),
+        waits=st.booleans(),
+    )
+    def hear(self, gateway: str, tenant: str, cost: int, waits: bool) -> None:
+        """Another gateway tells of its waiting room."""
+        self.elsewhere.queued_elsewhere(gateway, tenant, cost, waits=waits)
+        self.lanes[None].hear(gateway, tenant, cost, waits=waits)
+
+    @rule(gateway=st.sampled_from(["g1", "g2"]))
+    def lose(self, gateway: str) -> None:
+        self.elsewhere.left(gateway)
+        for tenant in self.lanes[None].tenants.values():
+            tenant.elsewhere.discard(gateway)
+
+    @rule(lags=st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 9)), max_size=3))
+    def adopt(self, lags: list[tuple[str, float]]) -> None:
+        self.elsewhere.adopt(lags)
+        model = self.lanes[None]
+        if any(tenant.elsewhere for tenant in model.tenants.values()):
+            lowest = min(t.tag for t in model.tenants.values() if not t.is_idle)
+            for name, lag in lags:
+                if name in model.tenants and not model.tenants[name].is_idle:
+                    model.tenants[name].tag = lowest + lag
+
     @rule(pick=st.integers(0, 1000))
     def cancel(self, pick: int) -> None:
         everyone = self.everyone
@@ -331,7 +384,14 @@ class AdmissionMachine(RuleBasedStateMachine):
         if not hasattr(self, "queue"):
             return
         self.queue.check()
+        self.elsewhere.check()
         assert len(self.queue) == len(self.everyone)
+        common = self.lanes[None].tenants.items()
+        told = set(self.outbox.snapshot().waits)
+        assert told == {name for name, tenant in common if tenant.everyone}
+        tags = {name: tenant.tag for name, tenant in common if not tenant.is_idle}
+        lags = {name: tag - min(tags.values()) for name, tag in tags.items()}
+        assert dict(self.queue.shared.lags(99)) == lags
         assert self.queue.next_deadline() == min((w.deadline for w in self.everyone), default=None)
         for lane, model in self.lanes.items():
             assert self.queue.waiting(lane) == len(model.everyone)

@@ -59,7 +59,7 @@ def test_commands_say_what_they_need(command: Any, found: set[str]) -> None:
     ],
 )
 def test_a_job_needs_what_its_command_needs(job: Any) -> None:
-    assert job.needs == needs(job.command("r"))
+    assert needs(job) == needs(job.command("r"))
 
 
 def test_each_ability_has_a_remedy_and_its_refusal_crosses_processes() -> None:

@@ -1,5 +1,6 @@
 """Bookings that gateways tell each other on a bad bus, against what each of them really booked."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -14,6 +15,7 @@ from mallee.protocol.bookings import (
     BookingOp,
     BookingSnapshot,
     Freed,
+    Lag,
     PrefillDone,
 )
 from mallee.protocol.ids import Incarnation, RequestId, WorkerId
@@ -30,11 +32,27 @@ Message = BookingBatch | BookingSnapshot
 
 
 class Books:
-    """The remote half of a router: knows some workers, counts bookings on them."""
+    """The remote half of a router: knows some workers, counts bookings on them. And a waiting room."""
 
     def __init__(self, lives: dict[str, int]) -> None:
         self.lives = lives  # worker -> incarnation
         self.booked: dict[str, Booked] = {}
+        self.claims: set[tuple[str, str]] = set()  # gateways, and tenants that wait there
+        self.adopted: list[tuple[Lag, ...]] = []
+
+    def queued_elsewhere(self, gateway: str, tenant: str, cost: float, *, waits: bool) -> None:
+        self.claims.discard((gateway, tenant))
+        if waits:
+            self.claims.add((gateway, tenant))
+
+    def left(self, gateway: str) -> None:
+        self.claims = {claim for claim in self.claims if claim[0] != gateway}
+
+    def lags(self) -> tuple[Lag, ...]:
+        return ()
+
+    def adopt(self, lags: Iterable[Lag]) -> None:
+        self.adopted.append(tuple(lags))
 
     def book_remote(self, booking: Booked) -> bool:
         if self.lives.get(booking.worker) != booking.incarnation:
@@ -65,6 +83,7 @@ class Gateway:
     replicas: Replicas
     books: Books
     live: dict[str, Booked] = field(default_factory=dict)
+    waits: set[str] = field(default_factory=set)  # tenants
     inbox: list[Message] = field(default_factory=list)
     wants: set[str] = field(default_factory=set)  # gateways to ask for a snapshot
 
@@ -91,7 +110,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         books = Books({f"w{i}": 1 for i in range(3)})
         self.gateways[name] = Gateway(
             Outbox(name, Incarnation(self.lives), max_pending=4),
-            Replicas(books, gateway=name, clock=lambda: self.now, lease_s=LEASE_S),
+            Replicas(books, gateway=name, clock=lambda: self.now, lease_s=LEASE_S, room=books),
             books,
         )
 
@@ -133,6 +152,14 @@ class ReplicaMachine(RuleBasedStateMachine):
             gateway.live[request] = msgspec.structs.replace(booking, prefill_tokens=0)
             gateway.outbox.prefill_done(RequestId(request))
         self.flush(name, max_ops, fates)
+
+    @rule(name=names, tenant=st.sampled_from("ab"), waits=st.booleans(), fates=fates)
+    def queue(self, name: str, tenant: str, waits: bool, fates: list[str]) -> None:
+        gateway = self.gateways.get(name)
+        if gateway is not None:
+            (gateway.waits.add if waits else gateway.waits.discard)(tenant)
+            gateway.outbox.queued(tenant, 1.0, waits=waits)
+            self.flush(name, 1, fates)
 
     def flush(self, name: str, max_ops: int, fates: list[str]) -> None:
         gateway = self.gateways.get(name)
@@ -216,6 +243,8 @@ class ReplicaMachine(RuleBasedStateMachine):
             lives = gateway.books.lives
             known = {r: b for r, b in truth.items() if lives.get(b.worker) == b.incarnation}
             assert gateway.books.booked == known, name
+            waits = {(n, t) for n, g in self.gateways.items() if n != name for t in g.waits}
+            assert gateway.books.claims == waits, name
             stats = gateway.replicas.stats()
             assert stats.gateways == len(others)
             assert stats.bookings == len(truth)
@@ -237,6 +266,7 @@ class ReplicaMachine(RuleBasedStateMachine):
             gateway.replicas.check()
             gateway.outbox.check()
             assert {b.request: b for b in gateway.outbox.snapshot().bookings} == gateway.live
+            assert set(gateway.outbox.snapshot().waits) == gateway.waits
 
     def teardown(self) -> None:
         if self.gateways:
@@ -291,6 +321,17 @@ def test_memory_is_bounded_in_gateways_and_in_bookings_of_each() -> None:
     assert (stats.bookings, stats.refused, stats.strangers) == (2, 1, 1)
     bench.hear(3, Freed("c"), Freed("a"), booking("e"))
     assert set(bench.books.booked) == {"b", "e"}
+
+
+def test_lags_are_taken_over_from_the_gateway_that_runs_longest() -> None:
+    """Nobody else's count: gateways that begin later know less of what was served."""
+    books = Books({})
+    replicas = Replicas(
+        books, gateway="g0", clock=lambda: 0.0, lease_s=LEASE_S, room=books, incarnation=5
+    )
+    for gateway, life, lag in (("g1", 7, 1.0), ("g2", 3, 2.0), ("g3", 4, 3.0), ("g2", 3, 4.0)):
+        replicas.on_batch(BookingBatch(gateway, life, 0, (), lags=(("a", lag),)))
+    assert books.adopted == [(("a", 2.0),), (("a", 4.0),)]
 
 
 def test_a_lease_of_no_time_is_refused() -> None:
