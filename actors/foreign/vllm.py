@@ -1,14 +1,14 @@
 """vLLM's AsyncLLM: its arguments, its start, what it is. vLLM is imported where it is used: it is heavy."""
 
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from typing import Any, Final
 
 from mallee.actors.build import check_model, resolve, served_name
 from mallee.actors.foreign.asking import Output, prompt_of
 from mallee.actors.front.pods.subscriber import EventPlaces
-from mallee.protocol.errors import ConfigError
+from mallee.protocol.errors import ConfigError, nearest
 from mallee.protocol.hashing import as_tokens
 from mallee.protocol.model import ModelSpec, fingerprint
 from mallee.runtime.addresses import socket_path
@@ -38,9 +38,8 @@ def engine_args(config: AppConfig, places: EventPlaces | None = None) -> Any:
         if name in _OURS:
             raise ConfigError(f"engine.vllm.{name} is not taken: {_OURS[name]}")
         if name not in known:
-            near = get_close_matches(name, known - _OURS.keys(), 1)
-            hint = f"; the nearest is `{near[0]}`" if near else ""
-            raise ConfigError(f"`engine.vllm.{name}` is no argument of vLLM's engine{hint}")
+            hint = nearest(name, known - _OURS.keys(), "vLLM's documentation has them")
+            raise ConfigError(f"`engine.vllm.{name}` is no argument of vLLM's engine; {hint}")
     # The same compiler of grammars as our engine's: it reads the same Lark.
     given.setdefault("structured_outputs_config", {"backend": "guidance"})
     if config.num_ranks > 1:
@@ -103,6 +102,7 @@ class VllmEngine:
         return bool(self.llm.errored)
 
     def params(self, fields: Mapping[str, Any]) -> Any:
+        from vllm.exceptions import VLLMClientError
         from vllm.sampling_params import (
             RequestOutputKind,
             SamplingParams,
@@ -110,15 +110,24 @@ class VllmEngine:
         )
 
         given = dict(fields)
-        if (form := given.pop("structured_outputs", None)) is not None:
-            given["structured_outputs"] = StructuredOutputsParams(**form)
-        return SamplingParams(**given, output_kind=RequestOutputKind.DELTA, detokenize=False)
+        try:
+            if (form := given.pop("structured_outputs", None)) is not None:
+                given["structured_outputs"] = StructuredOutputsParams(**form)
+            return SamplingParams(**given, output_kind=RequestOutputKind.DELTA, detokenize=False)
+        except VLLMClientError as error:
+            raise ValueError(str(error)) from error
 
-    def generate(
+    async def generate(
         self, prompt: Any, sampling_params: Any, request_id: str
     ) -> AsyncGenerator[Output, None]:
-        found: AsyncGenerator[Output, None] = self.llm.generate(prompt, sampling_params, request_id)
-        return found
+        from vllm.exceptions import VLLMClientError
+
+        try:
+            async with aclosing(self.llm.generate(prompt, sampling_params, request_id)) as outputs:
+                async for output in outputs:
+                    yield output
+        except VLLMClientError as error:
+            raise ValueError(str(error)) from error
 
     async def warm_up(self) -> None:
         """Answer a prompt: the first one takes long, as vLLM compiles what it needs."""
