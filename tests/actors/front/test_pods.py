@@ -57,6 +57,9 @@ def test_what_a_pod_does_not_say_is_not_made_up() -> None:
     assert read_metrics("go_goroutines 7\n") == NO_REPORT
     nonsense = "vllm:num_requests_waiting NaN\nvllm:num_requests_waiting -3\n{}{}{}\n"
     assert read_metrics(nonsense) == NO_REPORT
+    huge = "vllm:num_requests_running 1e308\n" * 2
+    huge += f'vllm:cache_config_info{{num_gpu_blocks="{"9" * 5000}"}} 1\n'
+    assert read_metrics(huge) == NO_REPORT
 
 
 @pytest.mark.parametrize(
