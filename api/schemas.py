@@ -5,19 +5,16 @@ too, and some are written in another way that means the same. Bounds of integers
 """
 
 import json
-import re
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, Final
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from mallee.protocol.errors import InvalidParameter
 
-FORMATS: Final = frozenset(
-    (
-        *("date-time", "time", "date", "duration", "email", "hostname"),
-        *("ipv4", "ipv6", "uuid", "uri"),
-    )
+FORMATS: Final = (
+    *("date-time", "time", "date", "duration", "email", "hostname"),
+    *("ipv4", "ipv6", "uuid", "uri"),
 )
 """Those that are enforced; all others are annotations."""
 MAX_INT: Final = (1 << 63) - 1024
@@ -50,7 +47,6 @@ _UNKNOWN: Final[dict[str, tuple[Any, ...]]] = {
     "$recursiveRef": (),
 }
 _NUMBERS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-_WORDS: Final = re.compile(r"\^(?:\((?:\?:)?([\w|-]+)\)|([\w-]+))\$")
 _LIMITS: Final = LLParserLimits(initial_lexer_fuel=200_000, verbose_errors=False)
 
 
@@ -60,7 +56,10 @@ def enforceable(schema: Any, param: str, *, may_overlap: bool = True) -> dict[st
     `may_overlap`: whether options of a `oneOf` are disjoint is left to the compiler. Raises InvalidParameter
     that names the keyword's place below `param`.
     """
-    found = _Walk(schema, may_overlap=may_overlap).schema(schema, param)
+    try:
+        found = _Walk(schema, may_overlap=may_overlap).schema(schema, param)
+    except RecursionError:
+        raise InvalidParameter(param, schema, "it is nested too deeply") from None
     if found is False:
         raise InvalidParameter(param, schema, "no value is valid under it")
     return {} if found is True else found
@@ -92,9 +91,8 @@ class _Walk:
                 found[key] = self._map(value, place)
             elif key != "format" or value in FORMATS:
                 found[key] = value
-        _text(found, param)
-        _number(found, param)
-        _object(found, param)
+        _check_parts(found, param)
+        _check_counts(found, param)
         return found
 
     def _list(self, given: Any, param: str) -> list[Any]:
@@ -142,38 +140,32 @@ class _Walk:
 
     def _is_disjoint(self, options: Any) -> bool:
         """Whether no value is valid under two of them, by their types or by a property's values."""
-        if not isinstance(options, list):
-            return False
-        found = [self._resolved(each) for each in options]
+        found = [self._resolved(each) for each in options] if isinstance(options, list) else []
         kinds = [each.get("type") for each in found]
         if all(isinstance(kind, str) for kind in kinds) and len(set(kinds)) == len(kinds):
             return not {"integer", "number"} <= set(kinds)
         tags = [_tags(each) for each in found]
-        shared = set(tags[0]).intersection(*tags[1:]) if tags else set[str]()
-        return any(_are_apart([each[name] for each in tags]) for name in shared)
+        return any(
+            len(values := [one for each in tags for one in each[name]]) == len(set(values))
+            for name in set(tags[0]).intersection(*tags[1:])
+        )
 
     def _resolved(self, given: Any) -> dict[str, Any]:
-        target = (
-            self._target(given["$ref"]) if isinstance(given, dict) and "$ref" in given else given
-        )
-        return target if isinstance(target, dict) else {}
+        ref = given.get("$ref") if isinstance(given, dict) else None
+        found = given if ref is None else self._target(ref)
+        return found if isinstance(found, dict) else {}
 
 
-def _tags(option: dict[str, Any]) -> dict[str, list[Any]]:
-    """The values of the required properties that have a few."""
-    known, required = option.get("properties"), option.get("required")
-    if not isinstance(known, dict) or not isinstance(required, list):
-        return {}
-    return {
-        name: [kind["const"]] if "const" in kind else kind["enum"]
-        for name, kind in known.items()
-        if name in required and isinstance(kind, dict) and kind.keys() & {"const", "enum"}
-    }
-
-
-def _are_apart(values: list[Any]) -> bool:
-    written = [json.dumps(each) for several in values for each in several]
-    return len(set(written)) == len(written)
+def _tags(option: dict[str, Any]) -> dict[str, list[str]]:
+    """The values, as JSON, of the required properties that have a few."""
+    found, required = dict[str, list[str]](), option.get("required")
+    known = option.get("properties")
+    for name, kind in known.items() if isinstance(known, dict) else ():
+        if isinstance(required, list) and name in required and isinstance(kind, dict):
+            values = kind.get("enum", [kind["const"]] if "const" in kind else None)
+            if isinstance(values, list):
+                found[name] = list(map(json.dumps, values))
+    return found
 
 
 def _same(value: Any, other: Any) -> bool:
@@ -184,92 +176,59 @@ def _refused(param: str, value: Any, why: str = "no answer can be held to it; le
     return InvalidParameter(param, value, why)
 
 
-def _text(found: dict[str, Any], param: str) -> None:
-    pattern = found.get("pattern")
-    if pattern is not None and (why := _fault("pattern", json.dumps(pattern))):
-        raise InvalidParameter(f"{param}.pattern", pattern, why)
-    for name in found.get("patternProperties", ()):
-        if why := _fault("pattern", json.dumps(name)):
-            raise InvalidParameter(f"{param}.patternProperties.{name}", name, why)
-
-
-def _number(found: dict[str, Any], param: str) -> None:
-    """Bounds within those of the compiler: narrower by a little, never wider."""
-    bounds = {key: found[key] for key in _NUMBERS if _is_number(found.get(key))}
-    if not bounds:
-        return
+def _check_parts(found: dict[str, Any], param: str) -> None:
+    """Have the compiler look at patterns and bounds. Bounds become narrower by a little, never wider."""
+    for name in (*found.get("patternProperties", ()), *filter(None, [found.get("pattern")])):
+        if why := _fault(json.dumps({"type": "string", "pattern": name})):
+            key = "pattern" if name == found.get("pattern") else f"patternProperties.{name}"
+            raise InvalidParameter(f"{param}.{key}", name, why)
+    bounds = {key: found[key] for key in _NUMBERS if type(found.get(key)) in (int, float)}
     if found.get("type") == "integer":
         for key, value in bounds.items():
-            if key.endswith("inimum") and value < -MAX_INT:
-                found[key] = bounds[key] = -MAX_INT
-            elif key.endswith("aximum") and value > MAX_INT:
-                found[key] = bounds[key] = MAX_INT
-    kind = found.get("type", "number")
-    kinds = {"type": kind, **bounds}
-    if why := _fault("", json.dumps(kinds, sort_keys=True)):
+            low = key.endswith("inimum")
+            bounds[key] = max(value, -MAX_INT) if low else min(value, MAX_INT)
+        found.update(bounds)
+    if bounds and (why := _fault(json.dumps({"type": found.get("type", "number"), **bounds}))):
         key = next(iter(bounds))
         raise InvalidParameter(f"{param}.{key}", bounds[key], why)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _object(found: dict[str, Any], param: str) -> None:
+def _check_counts(found: dict[str, Any], param: str) -> None:
     """Counts of properties. Keys that aren't declared may come twice, and count once."""
-    known = found.get("properties", {})
-    patterns = found.get("patternProperties", {})
-    words = {name: _WORDS.fullmatch(name) for name in patterns}
-    if patterns and all(words.values()):  # names, and no patterns
-        names = {
-            name: kind
-            for pattern, kind in patterns.items()
-            if (word := words[pattern])
-            for name in (word[1] or word[2]).split("|")
-        }
-        if not names.keys() & known.keys():
-            del found["patternProperties"]
-            found["properties"] = known = {**known, **names}
-            patterns = {}
-    is_closed = found.get("additionalProperties", True) is False and not patterns
-    required = found.get("required", [])
-    if not isinstance(required, list):
-        return
+    known, required = found.get("properties", {}), found.get("required", [])
     least, most = found.get("minProperties", 0), found.get("maxProperties")
-    if not isinstance(least, int) or not isinstance(most, int | None):
+    if not isinstance(required, list) or not isinstance(least, int):
         return  # the compiler refuses it
     if least <= len(required):
         found.pop("minProperties", None)
         least = 0
-    possible = [name for name, kind in known.items() if kind is not False]
-    if is_closed and least > len(possible):
-        remedy = f"no object has more than its {len(possible)} properties"
+    is_closed = found.get("additionalProperties", True) is False and not found.get(
+        "patternProperties"
+    )
+    if is_closed and least > len(known):
+        remedy = f"no object has more than its {len(known)} properties"
         raise InvalidParameter(f"{param}.minProperties", least, remedy)
-    if is_closed and least == len(possible) > 0:
-        found["required"] = [*required, *(name for name in possible if name not in required)]
-        del found["minProperties"]
-        least = 0
-    if is_closed and most is not None and most >= len(possible):
-        del found["maxProperties"]
-        most = None
     has_optional = any(name not in required for name in known)
-    if least and not (is_closed and least == 1):
-        if not is_closed and (has_optional or least > len(required) + 1):
-            why = "keys that aren't in properties may come twice; name them in required"
-            raise _refused(f"{param}.minProperties", least, why)
-        if is_closed:
-            raise _refused(f"{param}.minProperties", least)
+    if least and (least > 1 if is_closed else has_optional or least > len(required) + 1):
+        why = "name the keys in required: others can't be counted, since one may come twice"
+        raise _refused(f"{param}.minProperties", least, why)
     if most is not None and has_optional and not (is_closed and most == 1):
         raise _refused(f"{param}.maxProperties", most)
 
 
 @lru_cache(1024)
-def _fault(key: str, written: str) -> str:
+def _fault(part: str) -> str:
     """The compiler's complaint about a part of a schema, "" if it has none."""
-    part = f'{{"type": "string", "{key}": {written}}}' if key else written
-    matcher = LLMatcher(
-        _bytes_as_tokens(), LLMatcher.grammar_from_json_schema(part), log_level=0, limits=_LIMITS
-    )
+    return fault_of(byte_matcher(LLMatcher.grammar_from_json_schema(part), _LIMITS))
+
+
+def byte_matcher(grammar: str, limits: LLParserLimits) -> LLMatcher:
+    """An automaton over the bytes of a text."""
+    return LLMatcher(_bytes_as_tokens(), grammar, log_level=0, limits=limits)
+
+
+def fault_of(matcher: LLMatcher) -> str:
+    """The line that says what is wrong with its grammar; "" if nothing is."""
     if not matcher.is_error():
         return ""
     lines = [line for line in matcher.get_error().splitlines() if line.strip()]
@@ -277,6 +236,6 @@ def _fault(key: str, written: str) -> str:
     return (errors or lines or ["it can't be compiled"])[0][:200]
 
 
-@lru_cache(1)
+@cache
 def _bytes_as_tokens() -> LLTokenizer:
     return LLTokenizer("byte")

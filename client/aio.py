@@ -1072,7 +1072,8 @@ class AsyncBranches(AsyncListed["AsyncBranch"]):
             if time.perf_counter() > end and not self._reader.is_done:
                 await self.close()
                 remedy = "raise wait's timeout; texts so far are in `branches`"
-                raise Timeout(f"{self!r} had not ended", limit_s, remedy)
+                self._error = Timeout(f"{self!r} had not ended", limit_s, remedy)
+                raise self._error
 
     async def __aenter__(self) -> Self:
         await self._opened()

@@ -60,7 +60,7 @@ def failing_as(kind: type[ConnectionFailed] | type[StreamBroken], url: str) -> I
         yield
     except (httpx.ReadTimeout, httpx.WriteTimeout) as error:
         limit_s = error.request.extensions["timeout"]["read"]
-        remedy = "raise the client's timeout, or prefill with wait=False and then wait(timeout=)"
+        remedy = "raise the client's or wait's timeout, or prefill with wait=False and wait later"
         raise Timeout(f"nothing came from {url}", limit_s, remedy) from error
     except httpx.RequestError as error:
         raise kind(url, str(error) or type(error).__name__) from error

@@ -1006,7 +1006,8 @@ class Branches(Listed["Branch"]):
             if time.perf_counter() > end and (not self._reader.is_done):
                 self.close()
                 remedy = "raise wait's timeout; texts so far are in `branches`"
-                raise Timeout(f"{self!r} had not ended", limit_s, remedy)
+                self._error = Timeout(f"{self!r} had not ended", limit_s, remedy)
+                raise self._error
 
     def __enter__(self) -> Self:
         self._opened()

@@ -87,9 +87,10 @@ _ONE_TOKEN = Limits(1, ignore_eos=True)  # of a prefill, which drops it
 
 
 class AsyncEngine(Protocol):
-    """The part of vLLM's `AsyncLLM` that a runner uses. `params` makes its `SamplingParams`, or ValueError.
+    """The part of vLLM's `AsyncLLM` that a runner uses; `params` makes its `SamplingParams`.
 
     `errored`: its core is dead. `generate` gives deltas of one answer; to close it aborts what is left.
+    Both raise ValueError for what the engine does not take.
     """
 
     @property
@@ -683,5 +684,5 @@ class ForeignRunner:
 
 
 def _refused(error: ValueError) -> InvalidParameter:
-    """A refusal of vLLM's: all are ValueErrors."""
+    """A refusal of the engine."""
     return InvalidParameter("request", "", f"the engine refuses it: {error}")

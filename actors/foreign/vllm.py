@@ -1,6 +1,7 @@
 """vLLM's AsyncLLM: its arguments, its start, what it is. vLLM is imported where it is used: it is heavy."""
 
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any, Final
@@ -103,6 +104,7 @@ class VllmEngine:
         return bool(self.llm.errored)
 
     def params(self, fields: Mapping[str, Any]) -> Any:
+        from vllm.exceptions import VLLMClientError
         from vllm.sampling_params import (
             RequestOutputKind,
             SamplingParams,
@@ -110,15 +112,24 @@ class VllmEngine:
         )
 
         given = dict(fields)
-        if (form := given.pop("structured_outputs", None)) is not None:
-            given["structured_outputs"] = StructuredOutputsParams(**form)
-        return SamplingParams(**given, output_kind=RequestOutputKind.DELTA, detokenize=False)
+        try:
+            if (form := given.pop("structured_outputs", None)) is not None:
+                given["structured_outputs"] = StructuredOutputsParams(**form)
+            return SamplingParams(**given, output_kind=RequestOutputKind.DELTA, detokenize=False)
+        except VLLMClientError as error:
+            raise ValueError(str(error)) from error
 
-    def generate(
+    async def generate(
         self, prompt: Any, sampling_params: Any, request_id: str
     ) -> AsyncGenerator[Output, None]:
-        found: AsyncGenerator[Output, None] = self.llm.generate(prompt, sampling_params, request_id)
-        return found
+        from vllm.exceptions import VLLMClientError
+
+        try:
+            async with aclosing(self.llm.generate(prompt, sampling_params, request_id)) as outputs:
+                async for output in outputs:
+                    yield output
+        except VLLMClientError as error:
+            raise ValueError(str(error)) from error
 
     async def warm_up(self) -> None:
         """Answer a prompt: the first one takes long, as vLLM compiles what it needs."""

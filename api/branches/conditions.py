@@ -7,12 +7,12 @@ completes the first match, however its tokens arrive.
 """
 
 from collections import deque
-from functools import cache
 from typing import Final, NamedTuple
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+from llguidance import LLMatcher, LLParserLimits, grammar_from
 
 from mallee.api.callbacks.callbacks import AllowedUrls
+from mallee.api.schemas import byte_matcher, fault_of
 from mallee.protocol.api.shared import ScoreFields, StopWhenFields
 from mallee.protocol.errors import InvalidParameter
 
@@ -107,36 +107,15 @@ def _read_score(fields: ScoreFields, urls: AllowedUrls) -> ScoreTerms:
 
 
 def _compiled(regex: str) -> LLMatcher:
-    alone = _matcher(regex)  # else its brackets could close those around it
-    if alone.is_error():
-        raise _bad_regex(_first_line(alone.get_error()), regex)
-    found = _matcher(f"(?s:.*)({regex})")
-    if found.is_error():
-        raise _bad_regex(_first_line(found.get_error()), regex)
+    # Alone too: else its brackets could close those around it.
+    for text in (regex, f"(?s:.*)({regex})"):
+        found = byte_matcher(grammar_from("regex", text), _LIMITS)
+        if fault := fault_of(found):
+            raise _bad_regex(fault, regex)
     if found.is_accepting():
         raise _bad_regex("it matches the empty text: every branch would end at once", regex)
     return found
 
 
-def _matcher(regex: str) -> LLMatcher:
-    return LLMatcher(
-        _bytes_as_tokens(),
-        grammar_from("regex", regex),
-        log_level=0,
-        limits=_LIMITS,
-    )
-
-
 def _bad_regex(why: str, regex: str = "...") -> InvalidParameter:
     return InvalidParameter("mallee.stop_when.regex", regex, why)
-
-
-def _first_line(error: str) -> str:
-    lines = error.splitlines() or [""]
-    errors = [line for line in lines if line.startswith("error: ")]
-    return (errors or lines)[0][:200]
-
-
-@cache
-def _bytes_as_tokens() -> LLTokenizer:
-    return LLTokenizer("byte")

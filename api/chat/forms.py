@@ -150,22 +150,18 @@ def _held(functions: Mapping[str, Function]) -> tuple[dict[str, Function], tuple
     """
     found, freed, nbytes = dict[str, Function](), list[str](), 0
     for name, function in functions.items():
-        given, is_strict = function.parameters, function.is_strict
-        place = f"tools.{name}"
+        given, is_strict, place = function.parameters, function.is_strict, f"tools.{name}"
+        schema = dict(FREE)
         try:
-            schema = enforceable(given, place, may_overlap=is_strict) if given else {}
+            if is_strict or nbytes < MAX_HELD_NBYTES:
+                schema = enforceable(given, place, may_overlap=is_strict) if given else {}
         except InvalidParameter as error:
             if is_strict:
                 raise
-            schema, place = dict(FREE), error.fields["param"]
-        size = _RULE_NBYTES + len(json.dumps(schema))
-        is_free = schema == FREE
-        if not is_free and not is_strict and nbytes + size > MAX_HELD_NBYTES:
-            schema, is_free = dict(FREE), True
-        if is_free and given != FREE:
+            place = error.fields["param"]
+        if schema == FREE != given:
             freed.append(place)
-        elif not is_free:
-            nbytes += size
+        nbytes += 0 if schema == FREE else _RULE_NBYTES + len(json.dumps(schema))
         found[name] = replace(function, parameters=schema)
     return found, tuple(freed)
 

@@ -152,6 +152,12 @@ class _Record:
             self._grace.cancel()
             self._grace = None
 
+    def stay(self) -> None:
+        """Go on for a while if nobody reads it: one who has come back waits at another gateway."""
+        if self._grace is not None:
+            self._grace.cancel()
+            self._grace = asyncio.get_running_loop().call_later(GRACE_S, self._is_left.set)
+
     def leave(self, reader: object) -> None:
         """One reads no more."""
         del self._positions[reader]
@@ -330,6 +336,7 @@ class IdempotencyMiddleware:
         """Tell another gateway that a run of ours has ended, or goes on after a while."""
         record = self._records.get(_Name(owner, key))
         if record is not None:
+            record.stay()
             try:
                 async with asyncio.timeout(_WAIT_S):
                     await record.ended()

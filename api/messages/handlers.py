@@ -1,6 +1,7 @@
 """The handlers of `/v1/messages`: a request as a conversation, its plan, and its answer."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -43,7 +44,7 @@ from mallee.protocol.errors import (
     StoreAway,
 )
 from mallee.protocol.ids import Scope
-from mallee.router.dispatch.jobs import ForkJob, QueueTerms
+from mallee.router.dispatch.jobs import QueueTerms
 
 
 class PromptTooLong(ContextLengthExceeded):
@@ -96,28 +97,18 @@ class MessagesHandlers:
         scope, name = asked.scope, previous_of(asked.body.thread)
         previous = None if name is None else await find_state(self._threads, scope, name)
 
-        async def answer(*, has_capsule: bool) -> Response | None:
-            def plan(
-                given: MessagesRequest, scope: Scope, terms: QueueTerms
-            ) -> tuple[PlannedTurn, MessageFormat]:
-                return self._turn(given, scope, terms, previous, has_capsule=has_capsule)
-
+        gateway = self._server.gateway
+        can_fork = previous is not None and await has_capsule_after(gateway, previous, scope)
+        while True:
+            plan = partial(self._turn, previous=previous, has_capsule=can_fork)
             planned, shape = await self._asking.make(request, asked, plan)
             keeper = ThreadKeeper(self._threads, scope, planned)
             try:
                 return await self._server.answer(request, planned.plan, shape, keeper)
             except (NotFound, LookupIncomplete, PeerSilent, StoreAway, CapsuleStale):
-                if not isinstance(planned.plan.jobs[0], ForkJob):
+                if not can_fork:
                     raise
-            return None
-
-        gateway = self._server.gateway
-        can_fork = previous is not None and await has_capsule_after(gateway, previous, scope)
-        found = await answer(has_capsule=can_fork)
-        if found is None:  # the capsule went meanwhile
-            found = await answer(has_capsule=False)
-        assert found is not None, "a whole conversation needs no capsule"
-        return found
+                can_fork = False  # the capsule went meanwhile
 
     async def count_tokens(self, request: Request) -> Response:
         asked = await self._asking.read(request, CountRequest)
@@ -152,8 +143,8 @@ class MessagesHandlers:
         request: MessagesRequest,
         scope: Scope,
         terms: QueueTerms,
-        previous: State | None,
         *,
+        previous: State | None,
         has_capsule: bool,
     ) -> tuple[PlannedTurn, MessageFormat]:
         """A turn of a thread, after `previous`; as `_plan`."""

@@ -6,7 +6,8 @@ match   `PrefixIndex.match(uint64 array)` gives an int32 array of counts. Theirs
         gives a handle; reading its scores from Python costs more and is told apart. `shared` is held
         by all workers, `unique` by one, of `part` all hold three quarters. Ours jumps, since its
         workers' trees lose leaves first; `match_walk_us` is without that, as for engines whose
-        caches have holes (then every block is looked up).
+        caches may have holes (then every block is looked up), and in `match_holes_us` they have:
+        every tenth worker lacks a block of each path that all share.
 store   Events of 64 blocks, one to a batch, and of 1 block, 16 to a batch (a step's batch as workers
         send it), workers in turn, into an index that holds a fleet's blocks; they are removed again
         before the next round. `fresh`: into an empty one, which has to grow. Ours three ways: decoded
@@ -91,13 +92,21 @@ def match(scale: Scale, with_peer: bool) -> dict[str, Any]:
     walks = {f"walk {name}": index.match for name in chains.queries}
     queries_of = {f"walk {name}": queries for name, queries in chains.queries.items()}
     times |= measure.take_turns(walks, queries_of, min(scale.rounds, 3))
+    rng = np.random.default_rng(3)
+    for hashes in chains.shared:
+        for worker in range(0, scale.workers, 10):
+            at = int(rng.integers(1, len(hashes)))
+            index.remove(worker, hashes[at : at + 1])
+    holes = {f"holes {name}": index.match for name in chains.queries}
+    queries_of = {f"holes {name}": queries for name, queries in chains.queries.items()}
+    times |= measure.take_turns(holes, queries_of, min(scale.rounds, 3))
 
     def of(side: str, field: str = "p50_us") -> dict[str, Any]:
         named = {name.split()[1]: each for name, each in times.items() if name.split()[0] == side}
         return {name: value for name, t in named.items() if (value := getattr(t, field))}
 
     ours = {"match_us": of("ours"), "match_p99_us": of("ours", "p99_us")}
-    result = {"ours": ours | {"match_walk_us": of("walk")}}
+    result = {"ours": ours | {"match_walk_us": of("walk"), "match_holes_us": of("holes")}}
     if with_peer:
         result["peer"] = {
             "match_us": of("peer"),

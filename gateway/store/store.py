@@ -199,10 +199,11 @@ class Store:
 
     @asynccontextmanager
     async def turn(self, spec: BucketSpec, key: str) -> AsyncIterator[None]:
-        """Write a key: after all that wait by now, and before those to come. Raises StoreAway."""
+        """Write a key: after all that wait by now, and before those to come. Raises as `asking`."""
         is_first = self.pending(spec, key) is None
         if not is_first and not (self.is_up and await self.settled(spec, key, TURN_S)):
-            raise StoreAway("earlier writes of the same name wait for it")
+            why = "earlier writes of the same name wait for it"
+            raise StoreFull(why, retry_after_s=FULL_S) if self.is_full else StoreAway(why)
         place = spec.name, key
         self._awaited[place] += 1
         try:

@@ -6,7 +6,7 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
-from mallee.protocol.errors import InvalidParameter
+from mallee.protocol.errors import InvalidParameter, nearest
 from mallee.search.policies.depth_first import DepthFirst
 from mallee.search.policies.levels import Beam, BreadthFirst, DiverseTrees
 from mallee.search.policies.mcts import Mcts
@@ -45,6 +45,7 @@ def read_policy(
         message, _, path = str(error).partition(" - at `$.")
         unknown = _UNKNOWN.search(message)
         field = unknown[1] if unknown else path.rstrip("`")
-        remedy = "the policy has no such field; leave it out" if unknown else message
+        near = nearest(field, kind.__struct_fields__, "leave it out")
+        remedy = f"the policy has no such field; {near}" if unknown else message
         raise InvalidParameter(f"policy.{field}".rstrip("."), given.get(field), remedy) from error
     return name, policy

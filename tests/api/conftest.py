@@ -3,6 +3,7 @@
 import asyncio
 import codecs
 import json
+import random
 import threading
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import suppress
@@ -45,6 +46,7 @@ from mallee.runtime.config import ChatSettings, HttpSettings
 from mallee.runtime.proxy.server import Server
 from mallee.runtime.tasks import Tasks
 from mallee.testing.bus import LocalBus, LocalHub
+from support.any_gateway import IS_ON
 from support.live_api import serving
 from support.plain_ids import SCOPES
 from support.virtual.loop import run
@@ -52,6 +54,7 @@ from support.virtual.loop import run
 EOS, BOS, VOCAB = 256, 257, 300
 MODEL = "tiny/bytes"
 CREATED = 1_760_000_000
+NUM_GATEWAYS = 3 if IS_ON else 1
 
 
 class ByteTokenizer:
@@ -320,6 +323,43 @@ class FakeService:
         return self.gateway_metrics.render()
 
 
+class AnyApp:
+    """Sends each request to one of the apps, drawn at random; else it looks like the first."""
+
+    def __init__(self, apps: Sequence[Starlette]) -> None:
+        self._apps = apps
+        self._draws = random.Random(0)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self._draws.choice(self._apps)(scope, receive, send)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._apps[0], name)
+
+
+class SameService:
+    """Another gateway of a service (`ANY_GATEWAY=1`), with a bus and a store of its own."""
+
+    def __init__(self, service: FakeService, name: str, others: Collection[str]) -> None:
+        self._service = service
+        self.bus = LocalBus(service.bus._hub)
+        self.bus.connect_now()
+        self.store = Store(self.bus, StoreTerms("test"))
+        self.peers = Peers(
+            self.bus,
+            gateway=name,
+            store="test",
+            others=lambda: others,
+            ids=SCOPES,
+            clock=lambda: 0.0,
+        )
+        for _ in self.peers.start_up().__await__():
+            raise AssertionError("nothing of it waits")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._service, name)
+
+
 def _prompt(job: Job, branch: int) -> tuple[int, int]:
     """(cached, prefill) tokens."""
     if isinstance(job, ForkJob):
@@ -373,11 +413,12 @@ class Caller:
         limits: HttpSettings,
         access: Access | None = None,
         chats: ChatSettings = DEFAULT_CHATS,
-        aliases: tuple[str, ...] = (),
+        **more: Any,
     ) -> None:
+        """`more` is of `make_app`."""
         self.service = service
         self.tokenizer = ByteTokenizer()
-        self.app = make_app(service, limits, self.tokenizer, access, chats, aliases=aliases)
+        self.app = make_app(service, limits, self.tokenizer, access, chats, **more)
 
     def __call__(self, method: str, path: str, body: Any = None, **kwargs: Any) -> Answer:
         return decode(self.raw(method, path, json=body, **kwargs))
@@ -403,15 +444,24 @@ def make_app(
     chats: ChatSettings = DEFAULT_CHATS,
     *,
     aliases: tuple[str, ...] = (),
-) -> Starlette:
+    num_gateways: int = NUM_GATEWAYS,
+) -> Any:
+    """The API of a service; over several, of any of its gateways."""
     seeds = iter(range(1000, 1_000_000))
-    return build_api(
-        service,
-        ServedModel(MODEL, tokenizer, ChatTemplate(PLAIN_CHAT), CREATED, aliases),
-        Entry(access or Access(None, {}), SCOPES),
-        ApiSettings(limits, chats),
-        Draws(lambda: "err_1", lambda: next(seeds)),
-    )
+
+    def made(gateway: Any) -> Starlette:
+        return build_api(
+            gateway,
+            ServedModel(MODEL, tokenizer, ChatTemplate(PLAIN_CHAT), CREATED, aliases),
+            Entry(access or Access(None, {}), SCOPES),
+            ApiSettings(limits, chats),
+            Draws(lambda: "err_1", lambda: next(seeds)),
+        )
+
+    if num_gateways == 1:
+        return made(service)
+    names = [f"g{i}" for i in range(num_gateways)]
+    return AnyApp([made(SameService(service, name, {*names} - {name})) for name in names])
 
 
 @pytest.fixture
@@ -437,8 +487,10 @@ def fake_service() -> Callable[..., FakeService]:
 
 @pytest.fixture(scope="session")
 def call_over() -> Callable[..., Caller]:
-    """The API over a service of the test's own, with keys or without."""
-    return lambda service, access=None, **limits: Caller(service, HttpSettings(**limits), access)
+    """The API over one gateway, a service of the test's own, with keys or without."""
+    return lambda service, access=None, **limits: Caller(
+        service, HttpSettings(**limits), access, num_gateways=1
+    )
 
 
 @pytest.fixture

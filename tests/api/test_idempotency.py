@@ -14,6 +14,8 @@ from mallee.gateway.access.access import Access
 from mallee.protocol.errors import Overloaded, Unavailable
 from mallee.runtime.config import HttpSettings
 from mallee.testing.bus import LocalHub
+from support.any_gateway import one_gateway
+from support.live_api import serving
 from support.waiting import elapse, until
 
 MODEL = "tiny/bytes"
@@ -145,6 +147,7 @@ async def test_a_stream_that_ends_by_an_error_is_not_kept(
     assert (REPLAYED in third.headers, third.text) == (True, again.text)
 
 
+@one_gateway
 async def test_a_bug_is_told_to_all_that_wait_for_it(client: httpx.AsyncClient, call: Any) -> None:
     go = asyncio.Event()
 
@@ -167,6 +170,7 @@ async def test_a_bug_is_told_to_all_that_wait_for_it(client: httpx.AsyncClient, 
     assert (await client.post(PATH, json={"prompt": "abc"}, headers=keyed("a"))).status_code == 200
 
 
+@one_gateway
 async def test_answers_are_kept_for_a_time_and_in_bounded_room(call_with: Any) -> None:
     call = call_with(HttpSettings(replay_ttl_s=60.0, replay_max_mib=1))
     async with call.client() as client:
@@ -358,6 +362,7 @@ async def events(response: httpx.Response, num: int) -> list[str]:
     return found
 
 
+@one_gateway
 async def test_a_stream_is_joined_from_its_beginning_and_goes_on_for_a_client_that_comes_back(
     live: Any,
 ) -> None:
@@ -379,6 +384,38 @@ async def test_a_stream_is_joined_from_its_beginning_and_goes_on_for_a_client_th
     live.service.holds_after = None
     async with reading(live, "back") as third:
         assert REPLAYED not in third.headers
+
+
+async def test_a_stream_goes_on_for_a_client_that_comes_back_at_another_gateway(
+    gateways: list[Any],
+) -> None:
+    """It runs once, though it lasts longer than a stream that has no reader may."""
+    one, two = gateways
+    go = asyncio.Event()
+
+    async def waits(stream: Any) -> AsyncIterator[Any]:
+        async for delta in one.service.plain(stream):
+            yield delta
+            if not go.is_set():
+                await go.wait()
+
+    one.service.script = waits
+    asked = {"json": {"prompt": "abc", "stream": True}, "headers": keyed("a")}
+    async with (
+        serving(one.app) as (here, _),
+        serving(two.app) as (there, _),
+        httpx.AsyncClient(timeout=60) as client,
+    ):
+        async with client.stream("POST", here + PATH, **asked) as first:
+            seen = await events(first, 1)
+        back = asyncio.ensure_future(client.post(there + PATH, **asked))
+        await elapse(3 * GRACE_S)
+        assert (back.done(), two.service.streams) == (False, [])
+        go.set()
+        answer = await back
+        assert (answer.headers[REPLAYED], answer.text.split("\n\n")[0]) == ("true", seen[0])
+        assert answer.text.endswith("data: [DONE]\n\n")
+    assert (len(one.service.streams), two.service.streams) == (1, [])
 
 
 async def test_an_answer_without_a_reader_is_cancelled_at_once(live: Any) -> None:

@@ -22,6 +22,7 @@ from mallee.protocol.errors import (
     Unavailable,
 )
 from mallee.runtime.config import ChatSettings, HttpSettings
+from support.any_gateway import one_gateway
 from support.waiting import elapse
 
 PATH = "/v1/messages"
@@ -490,6 +491,7 @@ def test_claude_codes_requests_are_answered_over_several_turns(call: Any) -> Non
     assert prompt_of(call).count("<tool_call>") == 3
 
 
+@one_gateway
 @pytest.mark.parametrize("moves", [False, True])
 def test_a_changing_bill_is_moved_if_the_operator_allows(
     call_with: Any, service: Any, moves: bool

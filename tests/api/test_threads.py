@@ -69,13 +69,14 @@ async def test_turns_of_a_thread_are_forks_of_the_answer_before() -> None:
             total = usage["input_tokens"] + usage["cache_read_input_tokens"]
             assert total == own["input_tokens"] + own["cache_read_input_tokens"]
             assert usage["input_tokens"] < 120 < 300 < own["input_tokens"]
-            async with client.stream(
-                "POST", PATH, json=asked(question, stream=True, **after(first["id"]))
-            ) as stream:
-                lines = [line async for line in stream.aiter_lines()]
-            assert any("message_stop" in line for line in lines)
-            third = await sent(client, asked("Go on.", **after(turn["id"])))
-            assert third["usage"]["input_tokens"] < 120
+        body = asked("Why?", stream=True, **after(first["id"]))
+        async with client.stream("POST", PATH, json=body) as stream:
+            events = [
+                json.loads(line[6:]) async for line in stream.aiter_lines() if line[:5] == "data:"
+            ]
+        assert events[-1]["type"] == "message_stop"
+        third = await sent(client, asked("Go on.", **after(events[0]["message"]["id"])))
+        assert third["usage"]["input_tokens"] < 120
         gone = (await client.delete(f"/v1/capsules/{first['mallee']['capsule']}")).status_code
         assert gone in (200, 404)
         again = await sent(client, asked("And then?", **after(first["id"])))
@@ -90,7 +91,7 @@ def call(call_with: Any, service: Any) -> Any:
 
 @pytest.fixture
 def bodies() -> list[dict[str, Any]]:
-    """What the real client sends."""
+    """Bodies that the real client sends."""
     return []
 
 
@@ -185,7 +186,7 @@ def test_what_a_thread_can_t_do_is_told_by_its_code(call: Any) -> None:
 
 
 def test_fields_of_betas_that_change_no_answer_are_taken(call: Any) -> None:
-    """Whoever leaves them out gets the same answer."""
+    """A request without them gets the same answer."""
     tool = {"name": "f", "input_schema": {"type": "object"}, "defer_loading": True, "new_hint": 1}
     more: dict[str, Any] = {
         "tools": [tool],

@@ -27,6 +27,7 @@ from mallee import (
     Timeout,
 )
 from mallee.client import NotParsed, calls
+from mallee.search.policies.named import read_policy
 from support.imports import ROOT
 from support.scripted_api import GOOD, Script, chunk
 
@@ -141,6 +142,14 @@ async def test_branches_are_a_list_once_they_are_waited_for(server: Script) -> N
         assert [event.index async for event in capsule.fork(2).events()] == [1, 0, 1, 1, 0]
 
 
+def test_a_policy_may_be_named(server: Script) -> None:
+    named = pytest.raises(InvalidParameter, match="no policy has the name; the nearest is `beam`")
+    with Mallee(server.url) as client, named:
+        client.search("beem", "x")
+    with pytest.raises(InvalidParameter, match="no such field; the nearest is `width`"):
+        read_policy({"type": "beam", "withd": 2})
+
+
 def test_help_has_the_keywords_of_a_fork() -> None:
     for kind in (Capsule, Branch):
         shown = inspect.signature(kind.fork).parameters
@@ -204,9 +213,7 @@ async def test_a_server_that_is_silent_for_too_long_is_a_timeout(
     server: Script, slow: threading.Event
 ) -> None:
     """With what to do; it is not taken for a server that isn't there."""
-    why = (
-        r"nothing came from http://127\S+ after 0.05 s; raise the client's timeout, or prefill with"
-    )
+    why = r"nothing came from http://127\S+ after 0.05 s; raise the client's or wait's timeout, or pre"
     async with AsyncMallee(server.url, timeout=0.05) as client:
         for call in (lambda: client.prefill("long"), lambda: client.complete("x")):
             with pytest.raises(Timeout, match=why) as raised:
@@ -224,8 +231,9 @@ async def test_a_wait_has_a_limit_after_which_the_branches_end(
     def wait() -> None:
         with Mallee(server.url) as client:
             branches = client.stream("x")
-            with pytest.raises(Timeout, match=why):
-                branches.wait(timeout=0.1)
+            for again in (branches.wait, branches.__len__):
+                with pytest.raises(Timeout, match=why):
+                    again(**({"timeout": 0.1} if again == branches.wait else {}))
             assert branches.branches[0].text.startswith("x")
             assert [*branches.events()] == [], "it is closed"
 

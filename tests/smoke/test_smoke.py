@@ -104,27 +104,43 @@ def test_processes_are_scraped_where_the_api_says(service: ServeCommand) -> None
             assert family in httpx.get(f"http://{address}/metrics").text
 
 
-def test_the_readmes_example_runs_verbatim(service: ServeCommand) -> None:
-    """D40, part: only the port is another. It prints a line an answer, and what follows."""
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+def run_first_example(page: str, service: ServeCommand) -> list[str]:
+    """The lines that the first program of a page prints; only the port is another."""
+    code, *_ = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert len([line for line in code.splitlines() if line]) <= 12
     assert code.count(URL) == 1
     done = subprocess.run(
-        [sys.executable, "-c", code.replace(URL, service.url)],
+        [sys.executable, "-W", "ignore", "-c", code.replace(URL, service.url)],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    ends = [line.split() for line in lines if re.match("w[01] ", line)]
+    return done.stdout.splitlines()
+
+
+def test_the_readmes_example_runs_verbatim(service: ServeCommand) -> None:
+    """D40, part: it prints a line an answer, and what follows."""
+    lines = run_first_example("README.md", service)
+    ends = [line.split() for line in lines if re.match(r"w[01] \d+ \d+ [\d.]+$", line)]
     assert len(ends) == 2
     assert len({worker for worker, *_ in ends}) == 1
     for _, cached, computed, ttft_ms in ends:
         assert int(cached) > 2000
         assert int(computed) < 30
         assert float(ttft_ms) > 0
+
+
+def test_the_quickstart_ends_with_a_tree(service: ServeCommand) -> None:
+    """D40, part: of the document, its three answers, and what follows each."""
+    lines = run_first_example("docs/quickstart.md", service)
+    with Mallee(service.url) as client:
+        client.session("first").close()
+    tree = lines[lines.index("session first") + 1 :]
+    marks = ["└── ", "    ├── ", "    │   ", "    ├── ", "    │   ", "    └── ", "        "]
+    assert len(tree) == len(marks)
+    assert all(line.startswith(f"{mark}req_") for line, mark in zip(tree, marks, strict=True))
 
 
 def test_a_fork_lands_on_its_parents_worker_and_computes_its_suffix_alone(

@@ -2,7 +2,7 @@
 
 With `ANY_GATEWAY=1` in the environment, `tiny_api` stands behind this in place of one gateway: each request
 is sent to one of three, drawn at random, and every two seconds an idle one is closed and another takes its
-place.
+place. Scripted services (`tests/api/conftest.py`) then have three gateways, too.
 """
 
 import asyncio

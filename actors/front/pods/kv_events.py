@@ -119,23 +119,26 @@ def _event(event: Any) -> PodEvent:
     if kind not in ("BlockStored", "BlockRemoved"):
         return PodIgnored("events of an unknown type", 0)
     hashes = tuple(fields["block_hashes"])
-    if not all(isinstance(name, int | bytes) for name in hashes):
-        raise TypeError("block_hashes are neither numbers nor bytes")
+    parent, tokens = fields.get("parent_block_hash"), fields.get("token_ids", [])
+    if not all(
+        isinstance(name, int | bytes) for name in (*hashes, 0 if parent is None else parent)
+    ):
+        raise TypeError("names of blocks are neither numbers nor bytes")
+    if not isinstance(tokens, list):
+        raise TypeError("token_ids are no list")
     if (reason := _reason_to_ignore(fields)) is not None:
         return PodIgnored(reason, len(hashes) if kind == "BlockStored" else 0)
     copy = Copy(_tier(fields) or 0, fields.get("group_idx") or 0, fields.get("ownership") or "")
     if kind == "BlockRemoved":
         return PodRemoved(hashes, copy)
-    adapter = fields.get("lora_name") or (
-        str(fields["lora_id"]) if fields.get("lora_id") is not None else ""
-    )
+    adapter = fields.get("lora_name") or fields.get("lora_id")
     return PodStored(
         hashes=hashes,
-        parent=fields["parent_block_hash"],
-        tokens=fields["token_ids"],
+        parent=parent,
+        tokens=tokens,
         block_size=int(fields["block_size"]),
         copy=copy,
-        adapter=adapter,
+        adapter="" if adapter is None else str(adapter),
         salt=fields.get("cache_salt"),
         keys=tuple(tuple(each or ()) for each in fields.get("extra_keys") or ()),
     )

@@ -440,3 +440,34 @@ def test_a_message_that_is_none_is_refused_and_counted(raw: bytes) -> None:
     contents, _ = contents_of(can_replay=False)
     assert contents.take(Arrival(batches=(raw,))) == []
     assert contents.num_refused == 1
+
+
+JUNK = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-5, 1 << 63)
+    | st.text(max_size=3)
+    | st.binary(max_size=3),
+    lambda inner: st.lists(inner, max_size=4),
+    max_leaves=6,
+)
+FIELDS = [*stored([], None, [], SIZE), "extra_keys", "group_idx", "ownership", "locality"]
+
+
+@settings(max_examples=300)
+@given(st.lists(st.tuples(st.sampled_from(FIELDS), JUNK), max_size=4), st.booleans(), st.booleans())
+def test_nonsense_is_left_out_or_refused_and_breaks_nothing(
+    changes: list[tuple[str, Any]], is_positional: bool, is_removal: bool
+) -> None:
+    """Any fields with any values: the next sound event is taken in as ever."""
+    sound = stored([1], None, [1, 2, 3, 4], SIZE)
+    event = {"type": "BlockRemoved", "block_hashes": [1], "medium": "GPU"} if is_removal else sound
+    contents, order = contents_of(can_replay=False)
+    for number, each in enumerate(
+        (sound, event | dict(changes), {"type": "AllBlocksCleared"}, sound)
+    ):
+        raw = encode_batch([each], is_positional=is_positional)
+        held: HELD = set()
+        take(contents, held, order.on_live(number, raw))
+        contents.names.check()
+    assert held == {(int(block_hashes([1, 2, 3, 4], SIZE)[0]), 0)}

@@ -56,7 +56,7 @@ async def test_a_live_server_is_followed_by_its_address_alone(tmp_path: Path) ->
     rng = random.Random(4)
     prompts = [rng.choices(range(1000, 2000), k=5 * SIZE) for _ in range(6)]
     port = free_port()
-    router = Router(RouterConfig(), clock=asyncio.get_running_loop().time)
+    router = Router(RouterConfig(block_size=SIZE), clock=asyncio.get_running_loop().time)
     async with httpx.AsyncClient(timeout=60) as client, _server(port, tmp_path) as server:
         limits = PodLimits(SIZE, 64, 16, 0.2, events_port=None, replay_port=None, topic="")
         with zmq.asyncio.Context() as context:
@@ -67,8 +67,8 @@ async def test_a_live_server_is_followed_by_its_address_alone(tmp_path: Path) ->
                 await _ask_all(client, router, pods, port, prompts, rng)
                 server.kill()
                 await server.wait()
+                await until(lambda: not router.workers(), timeout_s=30)
                 async with _server(port, tmp_path):
-                    await until(lambda: not router.workers(), timeout_s=30)
                     await _ask_all(client, router, pods, port, prompts, rng)
             finally:
                 await pods.close()

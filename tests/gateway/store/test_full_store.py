@@ -61,6 +61,8 @@ async def test_a_full_disk_is_told_and_what_waits_is_stored_once_there_is_room(
         assert (store.is_full, store.num_refused) == (True, 1)
         bucket.put_soon(COMMON, "later", b"2")
         assert not await store.flush(1.0)
+        with pytest.raises(StoreFull, match="earlier writes"):
+            await bucket.put(COMMON, "later", b"too early")
         assert await bucket.get(COMMON, "first") is not None
         await end(server)
         server = await serve(tmp_path, port, resource.RLIM_INFINITY)
