@@ -273,7 +273,12 @@ def _actor_faults(name: str, actor: dict[str, Any], config: "AppConfig") -> Iter
                 "ray_actor_options take the place of Mallee's, without which requests go the slow way:"
                 f" add runtime_env.env_vars {pairs}"
             )
-    if name == "Worker" and config.worker_gpus and not actor.get("num_gpus"):
+    if name == "Worker" and config.worker_bundles:
+        yield (
+            "ray_actor_options take the place of Mallee's, by which a worker fits into its placement group:"
+            " leave them out; ray.worker_cpus and ray.worker_resources are settings"
+        )
+    elif name == "Worker" and config.worker_gpus and not actor.get("num_gpus"):
         yield (
             f"ray_actor_options without num_gpus take the place of Mallee's, and engine.device is"
             f" {config.engine.device!r}: add num_gpus: {config.worker_gpus:g}"

@@ -3,13 +3,12 @@
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from typing import Any, Final
 
 from mallee.actors.build import check_model, resolve, served_name
 from mallee.actors.foreign.asking import Output, prompt_of
 from mallee.actors.front.pods.subscriber import EventPlaces
-from mallee.protocol.errors import ConfigError
+from mallee.protocol.errors import ConfigError, nearest
 from mallee.protocol.hashing import as_tokens
 from mallee.protocol.model import ModelSpec, fingerprint
 from mallee.runtime.addresses import socket_path
@@ -39,9 +38,8 @@ def engine_args(config: AppConfig, places: EventPlaces | None = None) -> Any:
         if name in _OURS:
             raise ConfigError(f"engine.vllm.{name} is not taken: {_OURS[name]}")
         if name not in known:
-            near = get_close_matches(name, known - _OURS.keys(), 1)
-            hint = f"; the nearest is `{near[0]}`" if near else ""
-            raise ConfigError(f"`engine.vllm.{name}` is no argument of vLLM's engine{hint}")
+            hint = nearest(name, known - _OURS.keys(), "vLLM's documentation has them")
+            raise ConfigError(f"`engine.vllm.{name}` is no argument of vLLM's engine; {hint}")
     # The same compiler of grammars as our engine's: it reads the same Lark.
     given.setdefault("structured_outputs_config", {"backend": "guidance"})
     if config.num_ranks > 1:

@@ -155,7 +155,7 @@ class MessagesHandlers:
         if dialogue.begun:
             remedy = "the answer of a thread can't be begun for it; leave thread out"
             raise InvalidParameter("messages", "assistant", remedy)
-        has_system = dialogue.messages[0].role == "system"
+        has_system = bool(request.system) and dialogue.messages[0].role == "system"
         system, messages = dialogue.messages[:has_system], dialogue.messages[has_system:]
         head = Conversation(system, functions)
         if previous is None:

@@ -34,8 +34,8 @@ from typing import Any
 import httpx
 import psutil
 
-from bench.measure import machine, rounded
 from bench.front.picker import Client, counts_of, cpu_s, hits, pods_process
+from bench.measure import machine, rounded
 from mallee.runtime.addresses import free_port
 
 ROUNDS = 5

@@ -180,6 +180,8 @@ def test_what_a_thread_can_t_do_is_told_by_its_code(call: Any) -> None:
     assert changed.status == 400
     assert changed.body["error"]["details"] == {"error_code": "thread_fingerprint_mismatch"}
     assert call("POST", PATH, {**more, **after(first), "system": "A"}).status == 200
+    noted = [{"role": "system", "content": "Note."}, *more["messages"]]
+    assert call("POST", PATH, {**more, **after(first), "messages": noted}).status == 200
     begun = {**begin, "messages": [*begin["messages"], {"role": "assistant", "content": "So"}]}
     refused = call("POST", PATH, {**begun, "thread": {"type": "create"}})
     assert (refused.status, refused.body["error"]["param"]) == (400, "messages")

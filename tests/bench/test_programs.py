@@ -86,6 +86,7 @@ PROGRAMS = [
     Program("mocker --only document two_agents", "plain compiled"),
     Program(MOCKED, "register"),
     Program("front.picker --seconds 0.4 --conversations 6"),
+    Program("front.routers --seconds 0.4 --conversations 4"),
     Program("ready --quick --ways deploy"),
     Program("responses --times 1"),
     Program("router --quick --no-peer"),
@@ -307,6 +308,14 @@ def test_faults_of_nodes_fail_no_request(ran: Ran) -> None:
     assert gateways["unclean_ends"] == 0, table
     assert gateways["failed"] <= gateways["streams"], table
     assert gateways["cut_s_max"] < 15.0, table
+
+
+def test_the_router_is_compared_with_round_robin(ran: Ran) -> None:
+    found, _ = ran("front.routers --seconds 0.4 --conversations 4")
+    ours, other = found["mallee"], found["round_robin"]
+    assert (ours["warm"], ours["cold"]) == (1.0, 1.0)
+    assert ours["conversation"] > other["conversation"]
+    assert other["cold"] > 1.0
 
 
 def test_pickers_are_compared_with_round_robin_behind_one_envoy(ran: Ran) -> None:

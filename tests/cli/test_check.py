@@ -71,13 +71,13 @@ def test_every_fault_of_an_application_is_named_in_a_line_each(check: Any) -> No
         "applications:\n"
         "- {name: other, import_path: elsewhere:app, args: {x: 1}, route_prefix: /other}\n"
         "- {name: llm, import_path: mallee.actors.app:app,\n"
-        "   args: {model: m, workers: 0, engine: {kind: vllm}}}\n"
+        "   args: {model: m, workers: 0, engine: {kind: sglang}}}\n"
     )
     assert (answer.status, answer.faults) == (
         1,
         [
             "llm: workers=0: Input should be greater than or equal to 1",
-            "llm: engine.kind='vllm': Input should be 'model' or 'mock'",
+            "llm: engine.kind='sglang': Input should be 'model', 'mock' or 'vllm'",
         ],
     )
 

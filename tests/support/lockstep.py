@@ -25,7 +25,7 @@ from mallee.mocker.updates import CountedUpdate
 from mallee.protocol.bookings import BookingBatch
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import MalleeError, UnknownCapsule
-from mallee.protocol.events import Lease, Snapshot
+from mallee.protocol.events import AskSnapshot, Lease, Snapshot, decode_host_ask
 from mallee.protocol.hashing import as_tokens
 from mallee.protocol.ids import COMMON, CapsuleId, Incarnation, RequestId, WorkerId, capsule_id
 from mallee.protocol.messages import Command, Frame, Limits, Release
@@ -230,7 +230,9 @@ class SimBus(LocalBus):
     async def request(self, subject: str, raw: bytes, timeout_s: float) -> bytes:
         if not self.is_up:
             raise ConnectionError("the broker is away")
-        snapshot = await self._snapshot(WorkerId(raw.decode()))
+        asked = decode_host_ask(raw)
+        assert isinstance(asked, AskSnapshot), f"{asked} is new"
+        snapshot = await self._snapshot(asked.worker)
         if not self.is_up:
             raise ConnectionError("the broker went away")
         return encode(snapshot)

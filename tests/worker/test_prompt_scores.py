@@ -1,6 +1,7 @@
 """Log-probabilities of prompts, and the token that ends an answer, as updates tell them."""
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,15 @@ from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
 from mallee.worker.speculation.speculator import SpeculationConfig
 from support.driving import engine_over
+from support.torch_threads import torch_threads
 
 GREEDY = Sampling()
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    with torch_threads():
+        yield
 
 
 def plain_logits(model: Any, tokens: list[int]) -> torch.Tensor:
@@ -66,6 +74,7 @@ def test_prompts_are_scored_as_in_one_pass(family: str) -> None:
     vocab = model.config.vocab_size
     prompts = [[rng.randrange(vocab) for _ in range(n)] for n in (1, 2, 21, 37)]
     prompts.append([*prompts[-1][:20], *prompts[2][:9]])
+    logits = [plain_logits(model, prompt) for prompt in prompts]
     config = EngineConfig(SchedulerConfig(max_step_tokens=16, max_rows=12))
     engine = engine_over(model.forward(), config=config)
     for attempt in range(2):  # the second time all of it is cached
@@ -76,7 +85,7 @@ def test_prompts_are_scored_as_in_one_pass(family: str) -> None:
         plain = Generate(f"plain{attempt}", pack_tokens(prompts[3]), Limits(9))
         updates = run(engine, plain, *commands)
         for i, prompt in enumerate(prompts):
-            expected = scored(plain_logits(model, prompt), prompt, i)
+            expected = scored(logits[i], prompt, i)
             for branch in range(1 + i % 3):
                 first, *others = updates[f"{attempt}.{i}", branch]
                 same(first.prompt_logprobs, expected)

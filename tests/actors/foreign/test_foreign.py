@@ -11,7 +11,7 @@ import pytest
 
 from mallee.protocol.errors import NotSupported
 from mallee.protocol.hashing import as_tokens
-from mallee.protocol.ids import COMMON
+from mallee.protocol.ids import COMMON, WorkerId
 from mallee.protocol.messages import Limits, Sampling
 from mallee.router.dispatch.jobs import GenerateJob
 from support.foreign_fleet import BLOCK, ForeignFleet, foreign_fleet, plain
@@ -142,7 +142,7 @@ async def test_a_request_that_is_given_up_is_aborted() -> None:
         await until(lambda: not engine.running and engine.num_aborted == 1)
 
 
-@pytest.mark.parametrize("how", ["dies", "is lost", "hangs"])
+@pytest.mark.parametrize("how", ["dies", "is lost", "hangs", "drains"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 async def test_an_answer_goes_on_elsewhere_when_its_engine(how: str, temperature: float) -> None:
     """Greedy, it is that of an undisturbed run; sampled, it goes on from what was told, and says so."""
@@ -156,6 +156,10 @@ async def test_an_answer_goes_on_elsewhere_when_its_engine(how: str, temperature
             fleet.forwards[name].die()
         elif how == "hangs":
             fleet.forwards[name].is_stuck = True
+        elif how == "drains":
+            host = next(each for each in fleet.hosts.values() if each.name == name)
+            await host.drain(WorkerId(name), 0.1)
+            assert fleet.forwards[name].is_shut_down
         else:
             await lose(fleet, name)
         choice = (await answer)["choices"][0]

@@ -46,7 +46,7 @@ class Answers:
     def __exit__(self, *_: object) -> None:
         self.is_closed = True
 
-    def __iter__(self) -> Iterator[BranchEvent]:
+    def events(self) -> Iterator[BranchEvent]:
         for event in self._events:
             self.branches.setdefault(event.index, Branch(event.index)).take(event, 1.0)
             yield event
