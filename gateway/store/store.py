@@ -492,8 +492,9 @@ async def put_whole(
         await buckets.delete(spec, key)
         return None
     if len(raw) <= PART_NBYTES:
-        revision = await buckets.put(spec, key, _WHOLE + raw, at)
-        return None if revision is None else Stored(_WHOLE + raw, revision)
+        head = _WHOLE + raw
+        revision = await buckets.put(spec, key, head, at)
+        return None if revision is None else Stored(head, revision)
     now, num_parts = int(time.time()), -(-len(raw) // PART_NBYTES)
     nonce = f"{now:x}-{secrets.token_hex(8)}"
     for i in range(num_parts):
