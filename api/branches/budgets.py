@@ -24,7 +24,7 @@ from mallee.api.branches.accounts import (
     Resource,
 )
 from mallee.gateway.store.leases import Lessee
-from mallee.gateway.store.store import Bucket, Entry, Store, Turn
+from mallee.gateway.store.store import Bucket, ChangeLock, Entry, Store
 from mallee.protocol.errors import BadRequest, BudgetSpent, StoreAway, Unavailable
 from mallee.protocol.ids import Scope, account_of
 
@@ -63,7 +63,7 @@ class Held:
 
     def __init__(self, scope: Scope, root: str) -> None:
         self.scope, self.root = scope, root
-        self.turn = Turn()
+        self.turn = ChangeLock()
         self.tree = BudgetTree({})  # as last seen
         self.stored: Entry[BudgetTree] | None = None  # the same, if it is in the store so
         self.made: BudgetTree | None = None  # here, and not known to be in the store

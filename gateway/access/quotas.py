@@ -29,7 +29,7 @@ from mallee.gateway.access.parts import (
     Quota,
 )
 from mallee.gateway.store.leases import Lessee
-from mallee.gateway.store.store import Bucket, Entry, Store, Turn
+from mallee.gateway.store.store import Bucket, ChangeLock, Entry, Store
 from mallee.protocol.errors import QuotaExceeded, QuotaTooSmall, StoreAway, Unavailable
 from mallee.protocol.ids import COMMON, CapsuleId
 
@@ -76,7 +76,7 @@ class Use:
         self._shared_by = shared
         self._own = Quota()
         self._known: Entry[Quota] | None = None
-        self._turn = Turn()
+        self._turn = ChangeLock()
         self._is_telling = False
         self._parts: dict[str, Part] = {}
         self._capsules: dict[CapsuleId, int] = {}  # tokens of those it asked for

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Final, Generic, TypeVar
 from weakref import WeakValueDictionary
 
-from mallee.gateway.store.store import Bucket, Entry, Turn
+from mallee.gateway.store.store import Bucket, ChangeLock, Entry
 from mallee.protocol.errors import StoreAway
 from mallee.protocol.ids import Scope
 
@@ -23,7 +23,7 @@ class CopiedBucket(Generic[T]):
         self._max_nbytes = max_nbytes
         self._copies: OrderedDict[tuple[Scope, str], Entry[T]] = OrderedDict()
         self._nbytes = 0
-        self._turns: WeakValueDictionary[tuple[Scope, str], Turn] = WeakValueDictionary()
+        self._turns: WeakValueDictionary[tuple[Scope, str], ChangeLock] = WeakValueDictionary()
 
     async def get(self, scope: Scope, name: str) -> Entry[T] | None:
         """The value as it is now. Raises as `Bucket.get`, but for a copy."""
@@ -55,7 +55,7 @@ class CopiedBucket(Generic[T]):
         async def changed(value: T | None) -> T | None:
             return None if value is None else change(value)
 
-        async with self._turns.setdefault((scope, name), Turn()).hold():
+        async with self._turns.setdefault((scope, name), ChangeLock()).hold():
             known = self._copies.get((scope, name))
             if known is not None and not known.revision:  # it was not in the store yet
                 known = None

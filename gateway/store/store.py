@@ -328,7 +328,7 @@ class Store:
         return True
 
 
-class Turn:
+class ChangeLock:
     """The order of one gateway's changes of a value: they follow each other.
 
     One that fails as the store does not answer fails those that wait behind it: they would wait as long, one
