@@ -44,7 +44,7 @@ Encode: TypeAlias = Callable[[str], Sequence[int] | None]
 
 
 class Sent(NamedTuple):
-    """What a client has of a stream."""
+    """The part of a stream that its client has."""
 
     first: Body | None  # its first event
     texts: list[str]  # by event
