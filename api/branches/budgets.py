@@ -24,7 +24,7 @@ from mallee.api.branches.accounts import (
     Resource,
 )
 from mallee.gateway.store.leases import Lessee
-from mallee.gateway.store.store import Bucket, Entry, Store
+from mallee.gateway.store.store import Bucket, ChangeLock, Entry, Store
 from mallee.protocol.errors import BadRequest, BudgetSpent, StoreAway, Unavailable
 from mallee.protocol.ids import Scope, account_of
 
@@ -63,7 +63,7 @@ class Held:
 
     def __init__(self, scope: Scope, root: str) -> None:
         self.scope, self.root = scope, root
-        self.turn = asyncio.Lock()
+        self.turn = ChangeLock()
         self.tree = BudgetTree({})  # as last seen
         self.stored: Entry[BudgetTree] | None = None  # the same, if it is in the store so
         self.made: BudgetTree | None = None  # here, and not known to be in the store
@@ -299,42 +299,41 @@ class Budgets:
 
         Raises what `act` raises, BudgetSpent (it is not in the store any more), and Unavailable.
         """
-        async with held.turn:
-            while True:
-                known = await self._read(held)
-                gone = await self._lessee.gone(known.value.holders)
-                tree = held.tree = known.value
-                held.stored = None
-                self._tell(held)
-                tree.settle(gone)
-                act(tree)
-                if not is_kept:
-                    return
-                if not held.is_private or self._store.is_up:
-                    held.is_private = False
-                    try:
-                        stored = await self._bucket.put(
-                            held.scope, held.root, tree, at=known.revision
-                        )
-                    except BaseException:  # also of a client that is gone: it may be stored
+        is_done = False
+
+        async def changed(found: BudgetTree | None) -> BudgetTree | None:
+            nonlocal is_done
+            tree = found or held.made
+            if tree is None:
+                raise _gone()
+            gone = await self._lessee.gone(tree.holders)
+            held.tree = tree
+            self._tell(held)
+            tree.settle(gone)
+            act(tree)
+            is_done = is_kept
+            return tree if is_kept else None
+
+        async with held.turn.hold():
+            known, held.stored = held.stored, None
+            if held.is_private and not (is_kept and self._store.is_up):
+                await changed(held.made)
+            else:
+                if held.is_private:
+                    assert held.made is not None
+                    known = Entry(held.made, 0)
+                held.is_private = False
+                try:
+                    stored = await self._bucket.change(held.scope, held.root, changed, known)
+                except BaseException:  # also of a client that is gone: it may be stored
+                    if is_done:
                         held.is_unsure = True
                         self._settle_soon(held)
-                        raise
-                    if stored is None:
-                        continue
+                    raise
+                if stored is not None:
                     held.stored, held.made, held.is_unsure = stored, None, False
+            if is_kept:
                 self._hear(held)
-                return
-
-    async def _read(self, held: Held) -> Entry[BudgetTree]:
-        entry = None
-        if not held.is_private:
-            entry = await self._bucket.get(held.scope, held.root, held.stored)
-        if entry is None:
-            if held.made is None:
-                raise _gone()
-            return Entry(held.made, 0)
-        return entry
 
     def _tell(self, held: Held) -> None:
         """Say what was spent here, and give back what nothing needs here any more."""

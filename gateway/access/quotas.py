@@ -29,7 +29,7 @@ from mallee.gateway.access.parts import (
     Quota,
 )
 from mallee.gateway.store.leases import Lessee
-from mallee.gateway.store.store import Bucket, Entry, Store
+from mallee.gateway.store.store import Bucket, ChangeLock, Entry, Store
 from mallee.protocol.errors import QuotaExceeded, QuotaTooSmall, StoreAway, Unavailable
 from mallee.protocol.ids import COMMON, CapsuleId
 
@@ -76,7 +76,7 @@ class Use:
         self._shared_by = shared
         self._own = Quota()
         self._known: Entry[Quota] | None = None
-        self._turn = asyncio.Lock()
+        self._turn = ChangeLock()
         self._is_telling = False
         self._parts: dict[str, Part] = {}
         self._capsules: dict[CapsuleId, int] = {}  # tokens of those it asked for
@@ -133,33 +133,35 @@ class Use:
         wanted = _MAYBE | need
         if not self._lacking(wanted):
             return
-        async with self._turn:
-            now = self._clock()
-            if all(part.again_at > now for part in self._lacking(wanted)):
-                return
-            try:
+        try:
+            async with self._turn.hold():
+                now = self._clock()
+                if all(part.again_at > now for part in self._lacking(wanted)):
+                    return
                 await self._lease(shared, wanted)
                 if any(not part.is_rate for part in self._lacking(need)):
                     await asyncio.sleep(PAUSE_S)
                     await self._lease(shared, wanted)
-            except Unavailable:
-                if self._lacking(need):
-                    raise
+        except Unavailable:
+            if self._lacking(need):
+                raise
 
     async def _lease(self, shared: Shared, need: Mapping[str, float]) -> None:
         name = blake2b(self.key.name.encode(), digest_size=16).hexdigest()
-        put = None
-        while put is None:
-            entry = await shared.bucket.get(COMMON, name, self._known)
-            entry, self._known = entry or Entry(Quota(), 0), None
-            quota, ahead = entry.value, AHEAD * shared.lessee.num_gateways
+        known, self._known = self._known, None
+        leased: dict[Part, float] = {}
+
+        async def lease(stored: Quota | None) -> Quota:
+            nonlocal leased
+            quota, ahead = stored or Quota(), AHEAD * shared.lessee.num_gateways
             gone = await shared.lessee.gone(quota.holders)
             leased = self._take(quota, need, shared.clock(), shared.lessee.name, gone, ahead)
             for part, amount in leased.items():
                 if not part.is_rate:  # nothing that is given back is used from now on
                     part.leased = min(part.leased, amount)
-            put = await shared.bucket.put(COMMON, name, quota, at=entry.revision)
-        self._known = put
+            return quota
+
+        self._known = await shared.bucket.change(COMMON, name, lease, known)
         self._have(leased, need)
 
     def _take(
@@ -217,11 +219,11 @@ class Use:
     async def _tell(self, shared: Shared, need: Mapping[str, float]) -> None:
         try:
             while True:
-                async with self._turn:
-                    try:
+                try:
+                    async with self._turn.hold():
                         await self._lease(shared, need)
-                    except Unavailable as error:
-                        log.debug("the quota of a key was not told: %s", error)
+                except Unavailable as error:
+                    log.debug("the quota of a key was not told: %s", error)
                 told = [part for part in self._parts.values() if part.is_limited]
                 if not any(part.is_to_tell for part in told):
                     return

@@ -1,18 +1,15 @@
 """Buckets of whose values this gateway keeps copies."""
 
-import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final, Generic, TypeVar
 from weakref import WeakValueDictionary
 
-from mallee.gateway.store.store import Bucket, Entry
-from mallee.protocol.errors import Contended, StoreAway
+from mallee.gateway.store.store import Bucket, ChangeLock, Entry
+from mallee.protocol.errors import StoreAway
 from mallee.protocol.ids import Scope
 
 T = TypeVar("T")
-
-MAX_TRIES: Final = 16  # of a change, beside those of others
 
 
 class CopiedBucket(Generic[T]):
@@ -26,7 +23,7 @@ class CopiedBucket(Generic[T]):
         self._max_nbytes = max_nbytes
         self._copies: OrderedDict[tuple[Scope, str], Entry[T]] = OrderedDict()
         self._nbytes = 0
-        self._turns: WeakValueDictionary[tuple[Scope, str], asyncio.Lock] = WeakValueDictionary()
+        self._turns: WeakValueDictionary[tuple[Scope, str], ChangeLock] = WeakValueDictionary()
 
     async def get(self, scope: Scope, name: str) -> Entry[T] | None:
         """The value as it is now. Raises as `Bucket.get`, but for a copy."""
@@ -54,15 +51,17 @@ class CopiedBucket(Generic[T]):
 
         Those of this gateway follow each other. Raises Contended, StoreFull, and as `Bucket.put`.
         """
-        async with self._turns.setdefault((scope, name), asyncio.Lock()):
-            for _ in range(MAX_TRIES):
-                entry = await self.get(scope, name)
-                if entry is None:
-                    return None
-                value = change(entry.value)
-                if await self.put(scope, name, value, at=entry.revision) is not None:
-                    return value
-        raise Contended(name, MAX_TRIES)
+
+        async def changed(value: T | None) -> T | None:
+            return None if value is None else change(value)
+
+        async with self._turns.setdefault((scope, name), ChangeLock()).hold():
+            known = self._copies.get((scope, name))
+            if known is not None and not known.revision:  # it was not in the store yet
+                known = None
+            entry = await self.bucket.change(scope, name, changed, known)
+            self._keep(scope, name, entry)
+        return None if entry is None else entry.value
 
     async def delete(self, scope: Scope, name: str) -> None:
         """As `Bucket.delete`."""

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
+    Awaitable,
     Callable,
     Container,
     Coroutine,
@@ -32,7 +33,14 @@ import msgspec
 
 from mallee.gateway.store.names import key_of, name_of
 from mallee.protocol.codec import Decoder, encode
-from mallee.protocol.errors import CodecError, OtherLayout, StoreAway, StoreFull, Unreadable
+from mallee.protocol.errors import (
+    CodecError,
+    Contended,
+    OtherLayout,
+    StoreAway,
+    StoreFull,
+    Unreadable,
+)
 from mallee.protocol.ids import Scope
 from mallee.protocol.subjects import Subjects
 from mallee.runtime.bus.buckets import Buckets, BucketSpec, Stored, WritesStopped
@@ -50,6 +58,7 @@ RETRY_S: Final = 0.2
 FULL_S: Final = 10.0  # after a write that found no room
 PARTS_S: Final = 60  # for which parts of a value that was put anew stay
 TURN_S: Final = 2.0  # for earlier writes of a name
+MAX_TRIES: Final = 64  # of a change, beside those of others
 MAX_KEY: Final = 3500  # characters: a broker leaves a client that sends a line of 4 KiB
 _OVERHEAD_NBYTES: Final = 256  # of a write that waits
 
@@ -319,6 +328,30 @@ class Store:
         return True
 
 
+class ChangeLock:
+    """The order of one gateway's changes of a value: they follow each other.
+
+    One that fails as the store does not answer fails those that wait behind it: they would wait as long, one
+    after the other.
+    """
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+        self._failure: StoreAway | StoreFull | None = None  # the last one
+
+    @asynccontextmanager
+    async def hold(self) -> AsyncIterator[None]:
+        before = self._failure
+        async with self._lock:
+            if self._failure is not None and self._failure is not before:
+                raise self._failure.with_traceback(None)
+            try:
+                yield
+            except (StoreAway, StoreFull) as error:
+                self._failure = error
+                raise
+
+
 class Layout(NamedTuple, Generic[T]):
     """The form of a kind's values."""
 
@@ -351,6 +384,31 @@ class Bucket(Generic[T]):
         Raises StoreFull.
         """
         return await self._put(key_of(scope, name), value, at)
+
+    async def change(
+        self,
+        scope: Scope,
+        name: str,
+        change: Callable[[T | None], Awaitable[T | None]],
+        known: Entry[T] | None = None,
+    ) -> Entry[T] | None:
+        """Store the value after `change`, which is called again where others were faster.
+
+        It is given None if there is no value, and stores nothing if it returns None. `known` is what may be
+        there, not at all if its revision is 0; `change` may write into it. Raises Contended, StoreFull.
+        """
+        entry = known
+        for _ in range(MAX_TRIES):
+            if entry is None or entry.revision:
+                entry = await self.get(scope, name, entry)
+            value = await change(None if entry is None else entry.value)
+            if value is None:
+                return None
+            at = 0 if entry is None else entry.revision
+            if (stored := await self.put(scope, name, value, at=at)) is not None:
+                return stored
+            entry = None
+        raise Contended(name, MAX_TRIES)
 
     async def delete(self, scope: Scope, name: str) -> None:
         """Returns once it is gone, with all below it."""
@@ -492,8 +550,9 @@ async def put_whole(
         await buckets.delete(spec, key)
         return None
     if len(raw) <= PART_NBYTES:
-        revision = await buckets.put(spec, key, _WHOLE + raw, at)
-        return None if revision is None else Stored(_WHOLE + raw, revision)
+        head = _WHOLE + raw
+        revision = await buckets.put(spec, key, head, at)
+        return None if revision is None else Stored(head, revision)
     now, num_parts = int(time.time()), -(-len(raw) // PART_NBYTES)
     nonce = f"{now:x}-{secrets.token_hex(8)}"
     for i in range(num_parts):

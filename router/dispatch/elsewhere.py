@@ -172,17 +172,22 @@ class Elsewhere:
 
     def _add(self, gateway: str, tenant: str) -> None:
         claims = self.claims.setdefault(tenant, _Claims())
-        least = min((claim.turns for claim in claims.heard()), default=claims.turns)
-        if tenant in self._queue.common:
-            least = min(least, claims.turns)
-        claims.by_gateway[gateway] = _Claim(gateway, least)
+        claims.by_gateway[gateway] = _Claim(gateway, self._least(tenant, claims))
         self._lane.wait_elsewhere(tenant, 1)
 
     def _count(self, claim: _Claim, tenant: str) -> None:
-        """Have a claim that was passed over count again."""
+        """Have a claim that was passed over count again. It brings no credit from that time."""
         if claim.is_passed:
+            claim.turns = max(claim.turns, self._least(tenant, self.claims[tenant]))
             claim.is_passed = False
             self._lane.wait_elsewhere(tenant, 1)
+
+    def _least(self, tenant: str, claims: _Claims) -> int:
+        """The fewest turns that a tenant had at one of the gateways where it waits."""
+        turns = [claim.turns for claim in claims.heard()]
+        if tenant in self._queue.common:
+            turns.append(claims.turns)
+        return min(turns, default=claims.turns)
 
     def _remove(self, claim: _Claim, tenant: str) -> None:
         claims = self.claims[tenant]

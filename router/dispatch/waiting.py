@@ -6,6 +6,7 @@ in the common one; `router.dispatch.queue` has the order within a lane and the l
 one, requests at other gateways have their turns (`router.dispatch.elsewhere`).
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
@@ -98,6 +99,7 @@ class Waiting:
             deadline = since + terms.deadline_s
         if not self.queue.tickets:
             self._recheck_at = now + (self._recheck_s or 0.0)
+            self.elsewhere.yields_until = math.inf  # that was for those that waited before
         place = (priority, deadline, dispatch.lane)
         ticket = Ticket(dispatch, terms.tenant, since, cost, *place)
         self.queue.offer(ticket, is_limited=is_new and not dispatch.is_moved)
@@ -129,7 +131,7 @@ class Waiting:
 
     def on_heard(self) -> None:
         """Other gateways said what they booked and freed: take the room that is left to this one."""
-        if self.queue.common and self.elsewhere.is_turn():
+        if self.queue.common and self.elsewhere.is_turn() and self._has_room():
             self.wake(None)
             self.pump()
 

@@ -6,7 +6,7 @@ here as that gateway means them, and offered to the `Ledger`. One whose worker i
 another life, waits here and is offered again when that life joins (`worker_joined`). A snapshot heals
 gaps; bookings of a gateway that fell silent are dropped after `lease_s`. The same streams tell of tenants
 that wait there, and what was served of them, which the `Room` takes in. A gap loses what was served in it:
-so all gateways take over the lags of the one that runs longest, from its heartbeats.
+so all gateways take over the lags of the one that runs longest, of those whose heartbeats have any.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -112,6 +112,7 @@ class _Peer:
     sync: StreamSync[BookingSnapshot, BookingOp]
     expires_at: float
     bookings: dict[str, Booked]
+    has_lags: bool = False  # its heartbeats; those of pickers have none
 
 
 class Replicas:
@@ -155,6 +156,7 @@ class Replicas:
             todo = peer.sync.on_batch(batch)
         else:
             todo = peer.sync.on_mention(batch.incarnation, batch.next_seq)
+            peer.has_lags = bool(batch.lags)
         needs_snapshot = self._do(batch.gateway, peer, todo, batch.incarnation)
         if batch.lags and self._room is not None and self._runs_longest(batch):
             self._room.adopt(batch.lags)
@@ -226,7 +228,11 @@ class Replicas:
         )
 
     def _runs_longest(self, batch: BookingBatch) -> bool:
-        lives = [(peer.sync.incarnation or 0, name) for name, peer in self._peers.items()]
+        lives = [
+            (peer.sync.incarnation or 0, name)
+            for name, peer in self._peers.items()
+            if peer.has_lags
+        ]
         return (batch.incarnation, batch.gateway) == min(*lives, self._since)
 
     def _hear(self, gateway: str) -> _Peer | None:

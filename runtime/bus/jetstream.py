@@ -68,6 +68,8 @@ class JetStreamBuckets:
         try:
             return await self._call(bucket, put)
         except TimeoutError as error:
+            if bucket.num_replicas > 1:
+                raise  # most servers are away: after one whose disk is full another one leads
             # A server that can't write to its disk answers all but what is put. This is not sent then.
             await self._call(bucket, lambda streams: streams.stream_info(_stream(bucket)))
             raise WritesStopped(f"{bucket.name}: the broker's disk takes nothing") from error

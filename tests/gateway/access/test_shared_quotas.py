@@ -264,3 +264,25 @@ async def test_prompts_that_come_at_once_have_what_the_key_has(
         for _ in range(8):  # their bodies were read meanwhile
             await a.use.ready(branches=1)
             a.use.charge_prompt(100)
+
+
+async def test_requests_do_not_wait_for_a_silent_store_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is asked once for all that wait, and again for those that come later."""
+    async with gateways(2, monkeypatch, max_running=100) as (made, _):
+        use, asked = made[0].use, 0
+
+        async def silent(*_: object) -> None:
+            nonlocal asked
+            asked += 1
+            await asyncio.sleep(0)
+            raise TimeoutError("no answer")
+
+        monkeypatch.setattr(made[0].bus.buckets, "get", silent)
+        for times in (1, 2):
+            found = await asyncio.gather(*(use.ready() for _ in range(50)), return_exceptions=True)
+            assert {type(each) for each in found} == {StoreAway}
+            assert asked == times
+        monkeypatch.undo()
+        assert await made[0].request() is not None

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
-from mallee.gateway.store.copies import MAX_TRIES, CopiedBucket
-from mallee.gateway.store.store import Store, StoreTerms
+from mallee.gateway.store.copies import CopiedBucket
+from mallee.gateway.store.store import MAX_TRIES, Store, StoreTerms
 from mallee.protocol.errors import Contended, StoreAway
 from mallee.protocol.ids import COMMON
 from mallee.testing.bus import LocalBus, LocalHub
@@ -95,14 +95,14 @@ async def test_a_change_that_others_forestall_all_the_time_is_given_up(scene: Sc
         tries += 1
         return Note(note.text + "x")
 
-    get = here.get
+    get = here.bucket.get
 
-    async def forestalled(scope: object, name: str) -> object:
-        found = await get(COMMON, name)
+    async def forestalled(*_: object) -> object:
+        found = await get(COMMON, "n")
         await there.put(COMMON, "n", Note("other"))
         return found
 
-    here.get = forestalled  # type: ignore[method-assign, assignment]
+    here.bucket.get = forestalled  # type: ignore[method-assign, assignment]
     with pytest.raises(Contended, match=f"{MAX_TRIES} times"):
         await here.change(COMMON, "n", change)
     assert tries == MAX_TRIES

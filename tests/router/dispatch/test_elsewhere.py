@@ -2,16 +2,19 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mallee.protocol.bookings import BookingBatch
 from mallee.protocol.ids import Incarnation
-from mallee.router.dispatch.elsewhere import PASSED_S, YIELD_S, Elsewhere
+from mallee.router.dispatch.elsewhere import MAX_TURNS, PASSED_S, YIELD_S, Elsewhere
 from mallee.router.dispatch.fairness import Ticket
 from mallee.router.dispatch.queue import AdmissionConfig, AdmissionQueue
 from mallee.router.sync.outbox import Outbox
+from mallee.router.sync.replicas import Ledger, Replicas
 from support.examples import examples
 from support.waiting_rooms import Crowd, Fleet
 
@@ -251,3 +254,66 @@ def test_a_request_that_comes_while_others_wait_elsewhere_does_not_push_in() -> 
     assert [len(one.waiting), len(two.waiting)] == [1, 1]
     fleet.run_until(0.04)
     assert set(one.waiting.elsewhere.claims) == {"b"}
+
+
+def test_one_that_was_passed_over_has_no_turns_to_catch_up_with() -> None:
+    """One tenant at two gateways: it pauses at the other one, and then they take turns again."""
+    room = Room()
+    for _ in range(200):
+        room.offer("a")
+    room.hear("g2", "a")
+    room.serve(MAX_TURNS)
+    assert room.yields(1.0)
+    assert not room.yields(1.0 + YIELD_S)
+    room.serve(100)
+    again = 1.0 + YIELD_S + PASSED_S[0]
+    assert not room.yields(again)
+    room.serve(MAX_TURNS)
+    assert room.yields(again)
+    room.hear("g2", "a", 10)
+    assert not room.yields(again)
+
+
+@pytest.mark.parametrize("own", [3, 9])
+def test_lags_are_taken_over_from_the_gateway_that_runs_longest(own: int) -> None:
+    """A picker that runs longer knows of none: it has no waiting room."""
+    room = room_that_is_ahead()
+    room.hear("g4", "b")
+    replicas = Replicas(
+        cast(Ledger, None),
+        gateway="g1",
+        clock=lambda: 0.0,
+        room=room.elsewhere,
+        incarnation=own,
+    )
+    lags = (("b", 0.0), ("a", 7.0))
+    before = room.elsewhere.lags()
+    for name, life, told in (("picker", 1, ()), ("g3", 7, (("a", 5.0),)), ("g2", 5, lags)):
+        replicas.on_batch(BookingBatch(name, life, 0, (), lags=told))
+    replicas.on_batch(BookingBatch("g3", 7, 0, (), lags=(("a", 5.0),)))
+    assert room.elsewhere.lags() == (lags if own == 9 else before)
+
+
+def test_room_is_left_anew_to_those_that_wait_when_others_come() -> None:
+    """The one that left room gave up meanwhile; no time passed for the next one."""
+    fleet = Fleet(2, [], {}, rows=1)
+    waiting = fleet.gateways[0].waiting
+    waiting.elsewhere.yields_until = 0.01
+    fleet.now = 5.0
+    waiting.elsewhere.queued_elsewhere("g1", "b", 0, waits=True)
+    fleet.ask(Crowd("a", {}), 0)
+    assert waiting.elsewhere.yields_until == math.inf
+
+
+def test_what_others_say_costs_no_placement_while_there_is_no_room() -> None:
+    fleet = Fleet(2, [], {}, rows=1)
+    one = fleet.gateways[0]
+    for _ in range(2):
+        fleet.ask(Crowd("a", {}), 0)
+    tried: list[object] = []
+    one.waiting._place = lambda dispatch, may_wait: tried.append(dispatch)
+    one.waiting.on_heard()
+    assert not tried
+    one.booked.clear()
+    one.waiting.on_heard()
+    assert len(tried) == 1

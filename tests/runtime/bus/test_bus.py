@@ -9,7 +9,9 @@ from nats.aio.client import Client
 
 from mallee.protocol.errors import ConfigError
 from mallee.runtime.bus.access import operators_broker
+from mallee.runtime.bus.buckets import BucketSpec, WritesStopped
 from mallee.runtime.bus.bus import Bus
+from mallee.runtime.bus.jetstream import JetStreamBuckets
 from mallee.runtime.bus.nats import BusClient, SendQueue, check_overrides
 from mallee.runtime.bus.queues import QueueDepths, publish_depth
 from mallee.runtime.config import AppConfig
@@ -113,3 +115,21 @@ def test_a_package_whose_method_is_not_the_one_that_is_overridden_is_refused() -
     for name in ("_greet", "_process_info"):
         with pytest.raises(ConfigError, match=rf"has no {name} as .* install 'nats-py<9'"):
             check_overrides(Ours, names=[name], needs="nats-py<9")
+
+
+@pytest.mark.parametrize("num_replicas", [1, 3])
+async def test_silence_of_a_lone_server_that_answers_else_is_a_full_disk(num_replicas: int) -> None:
+    """Of several servers it is that most are away: another one would lead if one's disk were full."""
+    asked = 0
+
+    class Silent(JetStreamBuckets):
+        async def _call(self, *_: Any) -> Any:
+            nonlocal asked
+            asked += 1
+            if asked == 1:
+                raise TimeoutError("no answer")
+
+    spec = BucketSpec("b", 60.0, 1 << 20, num_replicas=num_replicas)
+    with pytest.raises(TimeoutError) as caught:
+        await Silent(lambda: None).put(spec, "key", b"value")
+    assert isinstance(caught.value, WritesStopped) == (num_replicas == 1)
