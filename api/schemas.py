@@ -47,7 +47,7 @@ _UNKNOWN: Final[dict[str, tuple[Any, ...]]] = {
     "$recursiveRef": (),
 }
 _NUMBERS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-_LIMITS: Final = LLParserLimits(initial_lexer_fuel=200_000, verbose_errors=False)
+LIMITS: Final = LLParserLimits(initial_lexer_fuel=200_000, verbose_errors=False)
 
 
 def enforceable(schema: Any, param: str, *, may_overlap: bool = True) -> dict[str, Any]:
@@ -183,7 +183,9 @@ def _check_parts(found: dict[str, Any], param: str) -> None:
             key = "pattern" if name == found.get("pattern") else f"patternProperties.{name}"
             raise InvalidParameter(f"{param}.{key}", name, why)
     bounds = {key: found[key] for key in _NUMBERS if type(found.get(key)) in (int, float)}
-    if found.get("type") == "integer":
+    kinds = found.get("type")
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    if "integer" in kinds and "number" not in kinds:
         for key, value in bounds.items():
             low = key.endswith("inimum")
             bounds[key] = max(value, -MAX_INT) if low else min(value, MAX_INT)
@@ -219,7 +221,7 @@ def _check_counts(found: dict[str, Any], param: str) -> None:
 @lru_cache(1024)
 def _fault(part: str) -> str:
     """The compiler's complaint about a part of a schema, "" if it has none."""
-    return fault_of(byte_matcher(LLMatcher.grammar_from_json_schema(part), _LIMITS))
+    return fault_of(byte_matcher(LLMatcher.grammar_from_json_schema(part), LIMITS))
 
 
 def byte_matcher(grammar: str, limits: LLParserLimits) -> LLMatcher:

@@ -222,10 +222,11 @@ class Call(NamedTuple):
 
 
 def nested(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters as requests have them: the terms that are Mallee's own in an object `mallee`.
+    """The parameters that are given, as requests have them: Mallee's own terms in an object `mallee`.
 
     Raises InvalidParameter for that object itself.
     """
+    params = given(params)
     if "mallee" in params:
         remedy = "give its fields as keywords, as keep=True"
         raise InvalidParameter("mallee", params["mallee"], remedy)
@@ -279,7 +280,7 @@ def prefill(
     body = {**_prompt(prompt, messages), **params}
     if messages is not None:
         body["add_generation_prompt"] = not is_open
-    return Call("POST", "/v1/capsules", nested(given(body)), params.get("cache_salt"))
+    return Call("POST", "/v1/capsules", nested(body), params.get("cache_salt"))
 
 
 def fork(capsule: str, branches: Forks, params: Mapping[str, Any]) -> Call:
@@ -415,7 +416,7 @@ def _prompt(prompt: Prompt | None, messages: Sequence[Message] | None) -> dict[s
 
 def _drawn(path: str, params: Mapping[str, Any]) -> Call:
     """A call whose branches stream. A Pydantic model as `response_format` becomes its schema."""
-    body = {**nested(given(params)), "stream": True, "stream_options": {"include_usage": True}}
+    body = {**nested(params), "stream": True, "stream_options": {"include_usage": True}}
     form = body.get("response_format")
     if isinstance(form, type):
         if not hasattr(form, "model_json_schema"):

@@ -1,21 +1,34 @@
 """A stand-in for a vLLM pod: its completions API, a prefix cache, `vllm:` metrics and ZeroMQ KV events.
 
 It computes nothing and takes time: a while for each token of a prompt that is not cached, and for each token
-of the answer. Prompts are token ids, or texts for which `encode` gives them.
+of the answer. Prompts are token ids, or texts for which `encode` gives them. Each token of an answer is a
+letter that follows from all tokens before it, so that the rest of an answer is the answer to all before.
 """
 
 import asyncio
 import hashlib
 import json
 import time
+import zlib
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 REPLAYED = 10_000  # batches
+LETTERS = b"abcdefghij k.\n"
+
+
+def drawn(tokens: Sequence[int], num: int) -> bytes:
+    """The answer to a prompt: a byte a token."""
+    state = zlib.crc32(b"".join(token.to_bytes(4, "little") for token in tokens))
+    answer = bytearray()
+    for _ in range(num):
+        answer.append(LETTERS[(state ^ state >> 16) % len(LETTERS)])
+        state = zlib.crc32(answer[-1].to_bytes(4, "little"), state)
+    return bytes(answer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +209,7 @@ class VllmPod:
         self._encode = encode
         self._model = model
         self._where = (host, port)
+        self.breaks: list[int] = []  # bytes after which the bodies of the next streams end, broken
         self._server: asyncio.Server | None = None
         self._replays: asyncio.Task[None] | None = None
         self._writers: set[asyncio.StreamWriter] = set()
@@ -299,7 +313,7 @@ class VllmPod:
             }
             num = int(body.get("max_tokens") or 1)
             if body.get("stream"):
-                await self._stream(num, usage, writer)
+                await self._stream(body, tokens, num, usage, writer)
                 return
             if self._timing.output_token_s:
                 await asyncio.sleep(num * self._timing.output_token_s)
@@ -308,23 +322,60 @@ class VllmPod:
         finally:
             self.running -= 1
 
-    async def _stream(self, num: int, usage: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    async def _stream(
+        self,
+        body: dict[str, Any],
+        tokens: list[int],
+        num: int,
+        usage: dict[str, Any],
+        writer: asyncio.StreamWriter,
+    ) -> None:
         head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked"
         writer.write(f"{head}\r\nx-pod: {self.address}\r\n\r\n".encode())
-        events = [{"choices": [{"text": " x"}]}] * num + [{"choices": [], "usage": usage}]
-        for event in events:
+        left = self.breaks.pop(0) if self.breaks else None
+        for event in self._events(body, tokens, num, usage):
             await asyncio.sleep(self._timing.output_token_s)
-            part = b"data: " + json.dumps(event).encode() + b"\n\n"
+            part = b"data: " + event + b"\n\n"
+            if left is not None and len(part) > left:
+                writer.write(b"%x\r\n%s" % (len(part), part[:left]))
+                raise ConnectionResetError("as wished")
+            left = None if left is None else left - len(part)
             writer.write(b"%x\r\n%s\r\n" % (len(part), part))
             await writer.drain()
-        part = b"data: [DONE]\n\n"
-        writer.write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(part), part))
+        writer.write(b"0\r\n\r\n")
+
+    def _events(
+        self, body: dict[str, Any], tokens: list[int], num: int, usage: dict[str, Any]
+    ) -> Iterator[bytes]:
+        """An event a token, then the usage. Only with `return_token_ids` they tell tokens."""
+        is_chat = "messages" in body
+        names = {"id": f"cmpl-{self.counts.requests:06}-{self.port:05}", "created": 1, "model": "m"}
+
+        def event(choice: dict[str, Any], **more: Any) -> bytes:
+            return json.dumps({**names, "choices": [{"index": 0, **choice}], **more}).encode()
+
+        if is_chat:
+            yield event({"delta": {"role": "assistant", "content": ""}, "finish_reason": None})
+        for number, token in enumerate(drawn(tokens, num)):
+            text = chr(token)
+            choice: dict[str, Any] = {"delta": {"content": text}} if is_chat else {"text": text}
+            if body.get("return_token_ids"):
+                choice["token_ids"] = [token]
+                if not number and not is_chat:
+                    choice["prompt_token_ids"] = tokens
+            yield event({**choice, "finish_reason": "length" if number == num - 1 else None})
+        usage |= {"completion_tokens": num, "total_tokens": len(tokens) + num}
+        yield json.dumps({**names, "choices": [], "usage": usage}).encode()
+        yield b"[DONE]"
 
     def _tokens(self, body: dict[str, Any]) -> list[int]:
         prompt = body.get("prompt", body.get("messages"))
         if isinstance(prompt, list) and all(isinstance(each, int) for each in prompt):
             return list(prompt)
-        text = prompt if isinstance(prompt, str) else json.dumps(prompt)
+        if body.get("continue_final_message") and isinstance(prompt, list):
+            text = json.dumps(prompt[:-1]) + prompt[-1]["content"]
+        else:
+            text = prompt if isinstance(prompt, str) else json.dumps(prompt)
         return self._encode(text) if self._encode is not None else list(text.encode())
 
 

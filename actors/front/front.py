@@ -127,6 +127,10 @@ class Front:
         """The prompt of a request. Safe to call in any thread."""
         return self._reader.read(headers, raw, adapters=self.pods.served.adapters)
 
+    def encoded(self, text: str) -> list[int] | None:
+        """The tokens of a text; None without a tokenizer. Safe to call in any thread."""
+        return self._reader.encoded(text)
+
     async def read_aside(self, headers: dict[str, str], raw: bytes) -> Prompt:
         """As `read`, in a thread: of long bodies."""
         return await asyncio.to_thread(self.read, headers, raw)

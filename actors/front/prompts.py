@@ -81,6 +81,10 @@ class PromptReader:
             model=model,
         )
 
+    def encoded(self, text: str) -> list[int] | None:
+        """The tokens of a text; None without a tokenizer."""
+        return None if self._tokenizer is None else self._tokenizer.encode(text)
+
     def _tokens(self, path: str, body: dict[str, Any], scope: str) -> Tokens:
         """None of a body without a prompt, or with one that is not understood."""
         try:

@@ -3,12 +3,13 @@
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from llguidance import LLMatcher, grammar_from
 
 from mallee.api.grammars import OutputFormat
-from mallee.api.schemas import enforceable
+from mallee.api.schemas import LIMITS, byte_matcher, enforceable, fault_of
 from mallee.api.text.answers import Thinking
 from mallee.api.text.conversation import Function
 from mallee.api.text.tools.lark import ANY_TEXT, FREE, Lark
@@ -154,7 +155,10 @@ def _held(functions: Mapping[str, Function]) -> tuple[dict[str, Function], tuple
         schema = dict(FREE)
         try:
             if is_strict or nbytes < MAX_HELD_NBYTES:
-                schema = enforceable(given, place, may_overlap=is_strict) if given else {}
+                held = enforceable(given, place, may_overlap=is_strict) if given else {}
+                if not is_strict and (why := _fault(json.dumps(held))):
+                    raise InvalidParameter(place, given, why)
+                schema = held
         except InvalidParameter as error:
             if is_strict:
                 raise
@@ -164,6 +168,13 @@ def _held(functions: Mapping[str, Function]) -> tuple[dict[str, Function], tuple
         nbytes += 0 if schema == FREE else _RULE_NBYTES + len(json.dumps(schema))
         found[name] = replace(function, parameters=schema)
     return found, tuple(freed)
+
+
+@lru_cache(1024)
+def _fault(schema: str) -> str:
+    """The compiler's complaint about arguments of a schema, "" if it has none."""
+    lark = Lark({})
+    return fault_of(byte_matcher(lark.build(lark.arguments("all", json.loads(schema))), LIMITS))
 
 
 def _after_thinking(lark: Lark, start: str, thinking: Thinking | None, *, is_open: bool) -> str:

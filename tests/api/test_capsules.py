@@ -90,7 +90,11 @@ def test_a_fork_takes_strings_ids_and_messages(call: Any) -> None:
         list(b"<user>hi|<assistant>"),
         [],
     ]
-    assert job.limits.max_tokens == 16
+    assert job.limits.max_tokens == 256 - (32 + 20), (
+        "with messages as a chat: what the window has left"
+    )
+    assert call("POST", FORK, {"suffixes": ["ab", ""]}).status == 200
+    assert call.service.job.limits.max_tokens == 16, "without any as a completion"
     assert answer.body["usage"]["prompt_tokens"] == 32 + 2 + 3 + 20
     assert answer.body["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
     assert [c["mallee"]["prefill_tokens"] for c in answer.body["choices"]] == [2, 3, 20, 0]

@@ -224,7 +224,7 @@ FORMS = {
 @pytest.mark.parametrize("kind", FORMS)
 @pytest.mark.parametrize("name", THINKING)
 def test_a_form_follows_the_reasoning(kind: str, name: str, tmp_path: Path) -> None:
-    """I16, I17, part: of marks that are tokens and of marks that aren't, opened by the prompt or not."""
+    """I16, part, I17, part: of marks that are tokens or not, opened by the prompt or not."""
     model, thinking = Model(tmp_path, "hermes"), THINKING[name]
     grammar, good, bad = FORMS[kind]
     for is_open in (True, False):

@@ -154,6 +154,10 @@ HELD = {
         {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
         {"type": "integer", "minimum": -MAX_INT, "maximum": MAX_INT},
     ),
+    "int64 or null": (
+        {"type": ["integer", "null"], "maximum": 2**63 - 1},
+        {"type": ["integer", "null"], "maximum": MAX_INT},
+    ),
     "a record": ({"type": "object", "propertyNames": {"type": "string"}}, {"type": "object"}),
     "conditions that say nothing": (
         {"if": {"required": ["a"]}, "then": {}, "dependentRequired": {"a": []}, "not": False},
@@ -202,7 +206,8 @@ def test_what_no_answer_can_be_held_to_is_refused_by_its_place(place: str) -> No
     "schema",
     [{"format": []}, {"oneOf": [{"properties": {"a": {"enum": 5}}, "required": ["a"]}] * 2},
      {"oneOf": 5}, {"properties": 1}, {"required": 1}, {"minProperties": "x"}, {"pattern": 5},
-     {"oneOf": []}, {"type": {}, "minimum": 1}, {"$ref": 5}, {"anyOf": [5]}, {"maximum": "1"}],
+     {"oneOf": []}, {"type": {}, "minimum": 1}, {"type": [{}], "minimum": 1}, {"$ref": 5}, {"anyOf": [5]},
+     {"maximum": "1"}],
 )  # fmt: skip
 def test_an_unsound_schema_is_no_fault_of_ours(schema: Any) -> None:
     """Refused here, or by the compiler of a worker."""
@@ -315,6 +320,22 @@ def test_a_tool_that_no_grammar_can_hold_is_free_unless_it_is_strict(
         return
     assert refused.status == 400
     assert refused.body["error"]["param"] == place
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [{"type": "any"}, {"type": "string", "minLength": -1}, {"$ref": "#nowhere"}, {"$ref": "#/components/a"},
+     {"allOf": [{"type": "string"}, {"type": "integer"}]}],
+)  # fmt: skip
+def test_what_a_compiler_refuses_of_a_tool_frees_it(
+    call: Any, grammars: TokenGrammars, schema: Any
+) -> None:
+    """Clients send schemas of others' tools, sound or not: no such one refuses a request."""
+    whole = {**thing(a=schema), "required": ["a"], "components": {"a": {"type": "string"}}}
+    answer = call("POST", *asked("chat", whole, None))
+    assert answer.status == 200, answer.body
+    assert answer.headers["warnings"].endswith("can be held to: 'tools.x'")
+    assert not grammars.compile(call.service.job.grammar).error
 
 
 def test_a_megabyte_of_tools_is_taken(call: Any, grammars: TokenGrammars) -> None:

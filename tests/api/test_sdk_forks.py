@@ -58,7 +58,7 @@ async def test_forks_with_messages_draw_as_many_tokens_as_chats() -> None:
 
 
 async def test_a_result_of_a_tool_that_is_too_long_for_the_service_is_its_error() -> None:
-    """U2: not a tool that is waited for in vain."""
+    """The refusal arrives, and no tool is waited for in vain."""
     graph = Graph()
     document = graph.prefill("A mallee is ")
     long = graph.tool(lambda _: "x" * 100_000, timeout_s=60.0)

@@ -236,7 +236,7 @@ def test_reasoning_may_be_left_in_the_text(call_with: Any) -> None:
 
 
 def test_a_form_is_that_of_what_follows_the_reasoning(call: Any) -> None:
-    """I16, I17, part: reasoning comes in its field, streamed too, and then the JSON; also of Anthropic's."""
+    """I16, part, I17, part: reasoning in its field, streamed too, then the JSON; also of Anthropic's."""
     call.service.reply = lambda _: 'I say "{".\n</think>\n\n{"a": 1}'
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
     on = {"chat_template_kwargs": {"enable_thinking": True}}

@@ -20,7 +20,7 @@ class ProxyConfig(FrontConfig):
     max_requests: AtLeastOne = 4096
     """Connections of clients, and so requests, open at once."""
     max_buffered_mb: AtLeastOne = 1024
-    """Memory for the bodies of all open requests."""
+    """Memory for the bodies of all open requests, and as much for what is kept of streams."""
     head_s: Positive = Field(default=10.0, le=600)
     """Longest time for the head of a request."""
     body_s: Positive = Field(default=60.0, le=3600)
@@ -30,7 +30,7 @@ class ProxyConfig(FrontConfig):
     silence_s: Positive = Field(default=600.0, le=86_400)
     """Longest time in which a backend sends nothing of an answer."""
     retries: int = Field(default=2, ge=0, le=15)
-    """Other backends that are tried before the first byte of an answer."""
+    """Other backends that are tried for a request: before the first byte of an answer, or for its rest."""
     fleet: str = "router"
     """Name of the pool in the broker's subjects."""
 

@@ -24,6 +24,13 @@ class ProxyCounts(FrontCounts):
         self._retries = self.area.counter(
             "mallee_router_retries_total", "Requests sent to another backend before any answer."
         )
+        continued = self.area.counter(
+            "mallee_router_continued_total",
+            "Streams whose backend was lost and whose rest was asked of another one: as an undisturbed"
+            " answer's, or by other draws.",
+            Label("how", ("exact", "resampled")),
+        )
+        self._continued = {how: continued.labels(how) for how in ("exact", "resampled")}
         self._denied = self.area.counter(
             "mallee_router_denied_total",
             "Requests refused before a backend was chosen, by status.",
@@ -35,6 +42,9 @@ class ProxyCounts(FrontCounts):
 
     def retried(self) -> None:
         self._retries.inc()
+
+    def continued(self, *, is_resampled: bool) -> None:
+        self._continued["resampled" if is_resampled else "exact"].inc()
 
     def denied(self, status: int) -> None:
         self._denied.labels(str(status)).inc()

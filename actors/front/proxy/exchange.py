@@ -3,12 +3,14 @@
 The request is whole when an exchange begins, so that it can be sent again: to another backend while nothing
 of an answer has come, after a refused or broken connection or a 503. An answer's head is kept until there is
 a piece of its body: a backend that dies while it computes the prompt has said nothing yet. From then on the
-answer is the client's, and one that breaks is cut so that the client sees it.
+answer is the client's, and one that breaks and can't go on is cut so that the client sees it.
 
 An exchange sees the answer's bytes (`on_body`), has the request (`request`) and can open another connection
-(`_go_to`): an answer that breaks in its middle arrives at `_broke`.
+(`_go_to`): an answer that breaks in its middle arrives at `_broke`. A stream may then go on at another
+backend (`streams.py`).
 """
 
+import asyncio
 import logging
 import time
 from collections import deque
@@ -33,6 +35,7 @@ from mallee.actors.front.prompts import (
     Prompt,
     cached_tokens,
 )
+from mallee.actors.front.proxy.streams import DONE, GAP, Room, Stream, continuation, is_stream
 from mallee.protocol.ids import RequestId
 
 log = logging.getLogger(__name__)
@@ -57,6 +60,13 @@ class Request:
         self.body = b""
         self.is_http10 = False
         self.keeps = False  # the client wants to go on with its connection
+
+    def with_body(self, body: bytes) -> "Request":
+        """The same with another body."""
+        made = Request()
+        made.method, made.target, made.body = self.method, self.target, body
+        made.lines = [each for each in self.lines if each[0] != b"content-length"]
+        return made
 
     def message(self) -> bytes:
         """The request as a backend gets it."""
@@ -98,6 +108,7 @@ class Relay(Protocol):
     retries: int
     silence_s: float
     now: float
+    room: Room
     is_draining: bool
 
 
@@ -118,6 +129,8 @@ class Exchange:
         self._backend: Backend | None = None
         self._head = b""  # kept until there is a body
         self._has_begun = False  # the client has bytes of the answer
+        self._is_waiting = True  # for those of this backend
+        self._stream: Stream | None = None  # one that may go on elsewhere
         self._is_chunked = False
         self._is_framed = True  # the client knows where the answer ends
         self._keeps = request.keeps
@@ -128,12 +141,7 @@ class Exchange:
     def begin(self) -> None:
         """Read the prompt and go on: in a thread with a long one."""
         self._message = self.request.message()
-        headers = {
-            name.decode(): value.decode("latin-1")
-            for name, value, _ in self.request.lines
-            if name in _OF_PROMPTS
-        }
-        headers[":path"] = self._path
+        headers = self._headers()
         front, body, began = self._relay.front, self.request.body, time.perf_counter()
         if len(body) > AT_ONCE_NBYTES:
             front.tasks.spawn(self._read(headers, began))
@@ -142,6 +150,16 @@ class Exchange:
             self._placed(front.read(headers, body), began)
         except Exception:  # event pump: one request's fault must not end the others
             self._fault()
+
+    def _headers(self) -> dict[str, str]:
+        """Those that tell of the prompt."""
+        headers = {
+            name.decode(): value.decode("latin-1")
+            for name, value, _ in self.request.lines
+            if name in _OF_PROMPTS
+        }
+        headers[":path"] = self._path
+        return headers
 
     @property
     def _path(self) -> str:
@@ -220,6 +238,7 @@ class Exchange:
 
     def _ask(self, backend: Backend) -> None:
         self._backend = backend
+        self._is_waiting = True
         self._heard_at = self._relay.now
         if self.client.is_paused:
             backend.pause(True)
@@ -231,6 +250,12 @@ class Exchange:
         if status == 503 and self._may_retry():
             self._backend = None
             self._failed("it answers 503")
+            return False
+        if self._has_begun:
+            if is_stream(self.request.target, status, lines):
+                return True
+            self._backend = None
+            self._failed(f"it answers {status}, and no stream")
             return False
         self.status = status
         is_old, is_open = self.request.is_http10, framing in ("chunked", "")
@@ -244,18 +269,30 @@ class Exchange:
         first = b"HTTP/1.1 %d %b\r\n" % (status, phrase)
         own = CHUNKED if self._is_chunked else b""
         self._head = b"".join((first, *end_to_end(lines), own, ours, connection, b"\r\n"))
+        if is_open and is_stream(self.request.target, status, lines):
+            self._stream = Stream(self._relay.room)
         return True
 
     def on_body(self, data: bytes, *, ends: bool) -> None:
         self._heard_at = self._relay.now
-        if not self._has_begun:
+        if self._is_waiting:
             if not data and not ends:
                 return
-            self._has_begun = True
+            if self._stream is not None and self._stream.splice is not None:
+                self._relay.counts.continued(is_resampled=self._stream.splice.is_resampled)
+            self._has_begun, self._is_waiting = True, False
             self._relay.front.placement.first_token(self.id)
             out, self._head = self._head, b""
         else:
             out = b""
+        if self._stream is not None:
+            try:
+                data = self._stream.take(data, ends=ends)
+            except ValueError as error:
+                if ends:
+                    self._backend = None  # it is kept already
+                self._cut(str(error))
+                return
         if self._is_chunked:
             if data:
                 out = b"%b%x\r\n%b\r\n" % (out, len(data), data)
@@ -272,7 +309,7 @@ class Exchange:
 
     def on_lost(self, reason: str) -> None:
         backend, self._backend = self._backend, None
-        if self._has_begun:
+        if not self._is_waiting:
             self._broke(reason)
         elif backend is not None and not backend.is_fresh:
             # It was kept, and the backend ended it when the request was on its way.
@@ -317,7 +354,7 @@ class Exchange:
         return any(view.worker not in tried for view in self._relay.front.router.workers())
 
     def _failed(self, reason: str) -> None:
-        """Nothing of an answer has come: try another backend."""
+        """Nothing of an answer, or of its rest, has come: try another backend."""
         failure = f"backend {self._address}: {reason}"
         log.warning("%s", failure)
         self._relay.front.placement.free(self.id)
@@ -326,17 +363,62 @@ class Exchange:
             self._refuse(Refusal(502, "backend_failed", failure, RETRY_AFTER_S))
             return
         self._tried.append(self._address)
-        self._relay.counts.retried()
+        if not self._has_begun:
+            self._relay.counts.retried()
         self._place(failure)
 
     def _broke(self, reason: str) -> None:
-        """The answer can't go on: the client must see that it is not whole."""
+        """The answer can't go on from this backend."""
+        kept = None if self._stream is None else self._stream.lost()
+        if kept is None or len(self._tried) >= self._relay.retries:
+            self._cut(reason)
+        else:
+            self._relay.front.tasks.spawn(self._resume(reason, kept))
+
+    async def _resume(self, reason: str, kept: bytes) -> None:
+        """Have the rest from another backend, if that can be."""
+        front, request, headers = self._relay.front, self.request, self._headers()
+        try:
+            found = await asyncio.to_thread(
+                continuation, self._path, request.body, kept, front.encoded
+            )
+            if self._is_over:
+                return
+            if isinstance(found, str):
+                if found:
+                    self._cut(f"{reason}; {found}")
+                else:
+                    self._end_whole(has_done=kept.endswith(DONE + GAP))
+                return
+            self._prompt = await front.read_aside(headers, found.body)
+            if self._is_over:
+                return
+        except Exception:  # event pump: as above
+            log.exception("an answer could not go on")
+            self._cut(reason)
+            return
+        assert self._stream is not None
+        self._stream.splice = found.splice
+        self._message = request.with_body(found.body).message()
+        self._failed(reason)
+
+    def _end_whole(self, *, has_done: bool) -> None:
+        """Its backend was lost after its last token."""
+        self._is_waiting = False
+        self._stream = None
+        self.on_body(b"" if has_done else b"data: %b\n\n" % DONE, ends=True)
+
+    def _cut(self, reason: str) -> None:
+        """The client must see that the answer is not whole."""
         log.warning("backend %s: an answer broke: %s", self._address, reason)
         self._relay.counts.ended("cut")
         self._end()
         self.client.cut(is_framed=self._is_framed)
 
     def _refuse(self, refusal: Refusal) -> None:
+        if self._has_begun:
+            self._cut(refusal.message)
+            return
         self._relay.counts.ended("refused")
         self._end()
         self.client.refuse(refusal)
@@ -352,6 +434,8 @@ class Exchange:
 
     def _end(self) -> None:
         self._is_over = True
+        if self._stream is not None:
+            self._stream.forget()
         backend, self._backend = self._backend, None
         if backend is not None:
             backend.abort()

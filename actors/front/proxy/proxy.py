@@ -17,6 +17,7 @@ from mallee.actors.front.proxy.config import ProxyConfig
 from mallee.actors.front.proxy.counts import ProxyCounts
 from mallee.actors.front.proxy.exchange import Request
 from mallee.actors.front.proxy.selection import RELEASE, booking, named
+from mallee.actors.front.proxy.streams import Room
 from mallee.gateway.access.access import Access
 from mallee.protocol.errors import Unauthorized
 from mallee.protocol.ids import RequestId
@@ -46,6 +47,7 @@ class Proxy(Front):
         self.max_buffered_nbytes = config.max_buffered_mb << 20
         self.max_connections = config.max_requests
         self.num_buffered = 0
+        self.room = Room(self.max_buffered_nbytes)
         self.connections: set[ClientConnection] = set()
         self.is_draining = False
         self.now = 0.0  # of the loop, as of the last sweep

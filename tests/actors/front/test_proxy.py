@@ -260,7 +260,7 @@ async def test_a_client_that_leaves_ends_its_request_at_the_backend() -> None:
 
     async with Backend(script) as backend, routed([backend]) as proxy:
         async with wire(proxy.port) as client:
-            client.send(post(b"{}"))
+            client.send(post(b"{}", path="/v1/responses"))
             await client.reader.readuntil(b"abc\r\n")
         async with asyncio.timeout(1):
             await gone.wait()
