@@ -50,6 +50,7 @@ Count: TypeAlias = Annotated[int, Field(ge=0)]
 AtLeastOne: TypeAlias = Annotated[int, Field(ge=1)]
 Port: TypeAlias = Annotated[int, Field(ge=1, le=65_535)]
 NonNegative: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Origin: TypeAlias = Annotated[str, Field(pattern=r"^(\*|null|[a-z][a-z0-9+.-]*://[^/\s]+)$")]
 Positive: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -303,7 +304,7 @@ class HttpSettings(Settings):
     """Seconds for which the answer of an `Idempotency-Key` is given again, by every gateway."""
     replay_max_mib: AtLeastOne = 64
     """Room in the store for such answers; one has at most an eighth of it, and the oldest go first."""
-    cors_origins: tuple[str, ...] = ()
+    cors_origins: tuple[Origin, ...] = ()
     """Origins whose pages may call the API from a browser, as `[http://localhost:3000]`; `"*"`: all."""
     callbacks: tuple[str, ...] = ()
     """URLs that requests may have called, each with all paths below it, as
@@ -778,25 +779,17 @@ class AppConfig(Settings):
         kinds["engine.vllm"] = "vllm"
         kinds |= dict.fromkeys(_OF_MODELS, "model")
         if self.is_foreign:
-            sections: dict[str, type[Settings]] = {
-                "engine": EngineSettings,
-                "scheduler": SchedulerSettings,
-            }
-            every = (
-                f"{key}.{name}" for key, each in sections.items() for name in each.model_fields
-            )
-            kinds |= {path: "model" for path in every if path not in _OF_FOREIGN}
+            for section in ("engine", "scheduler"):
+                names = type(getattr(self, section)).model_fields
+                kinds |= {f"{section}.{name}": "model" for name in names}
+            kinds |= dict.fromkeys(_OF_FOREIGN, "vllm")
         for path, kind in kinds.items():
             section, name = path.split(".")
             settings = getattr(self, section)
             value = getattr(settings, name)
             is_default = value == type(settings).model_fields[name].default
-            if kind != self.engine.kind and not is_default and not self._may_have(path):
+            if kind != self.engine.kind and not is_default:
                 yield path, value, kind
-
-    def _may_have(self, path: str) -> bool:
-        """Whether a setting of models is one of a foreign engine, too."""
-        return self.is_foreign and path in _OF_FOREIGN
 
 
 _PARALLEL = ("tensor", "pipeline")
