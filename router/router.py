@@ -12,7 +12,6 @@ from contextlib import nullcontext
 from typing import Final, NamedTuple
 
 from mallee.protocol.bookings import Booked
-from mallee.protocol.capabilities import Capability, refusal
 from mallee.protocol.errors import CapsuleStale
 from mallee.protocol.events import EventBatch, Lease, Snapshot
 from mallee.protocol.hashing import Hashes
@@ -62,6 +61,7 @@ class Router:
     ) -> None:
         self.config = config
         self.outbox = outbox
+        self.lacks: tuple[str, ...] = ()  # by its engines, which are of one kind
         self._clock = clock
         self._fleet = Fleet(config, clock=clock)
         self._log: deque[Entry] = deque(maxlen=LOGGED_DECISIONS)
@@ -78,6 +78,7 @@ class Router:
         A lease of a life that was lost, has left or was followed by a younger one is ignored; so is
         one with another block size, or beyond `max_workers` (both counted as refused).
         """
+        self.lacks = lease.lacks
         return self._fleet.on_lease(lease)
 
     def on_events(self, batch: EventBatch) -> bool:
@@ -198,7 +199,6 @@ class Router:
         affinity: int = 0,
         source: CapsuleId | None = None,
         why: PullReason = "prefix",
-        among: Sequence[WorkerId] | None = None,
     ) -> tuple[Part, ...]:
         """Choose workers for the rows of one fan-out and book each part, as `requests[i]`.
 
@@ -231,10 +231,9 @@ class Router:
         if len(requests) == 1 < len(suffix_tokens) or self.config.policy != "cost":
             # A part needs a name of its own; and baselines price nothing.
             can_recompute = False
-        with nullcontext() if among is None else self._fleet.only(among):
-            offers, parts = self._fan_outs.place(
-                requests, fan_out, self._clock(), can_recompute=can_recompute
-            )
+        offers, parts = self._fan_outs.place(
+            requests, fan_out, self._clock(), can_recompute=can_recompute
+        )
         self._routed_to_capsule += entry is not None
         if entry is None and parts[0].how == "stay":
             slot = self._placer.slot_of(parts[0].placement.worker)
@@ -245,16 +244,6 @@ class Router:
         """`capsule`, if its worker is here and lends it."""
         entry = self._fleet.capsules.get(capsule)
         return entry if entry is not None and self._placer.lends(entry) else None
-
-    def able(self, needs: frozenset[Capability]) -> list[WorkerId] | None:
-        """The workers that alone may take a request with such needs; None: all. Raises NotSupported."""
-        return self._fleet.able(needs) if needs else None
-
-    def check_able(self, worker: WorkerId, need: Capability) -> None:
-        """Raises NotSupported if `worker` is known to lack it."""
-        member = self._fleet.members.get(worker)
-        if member is not None and need in member.lease.lacks:
-            raise refusal(frozenset((need,)))
 
     def first_token(self, request: RequestId) -> None:
         """End the outstanding prefill of a request. Ignored if not booked."""
@@ -465,6 +454,7 @@ class Router:
             weight_version=member.lease.weights.label,
             weight_change=member.lease.change,
             lends_at=member.lease.address if member.lease.serves_kv else "",
+            lacks=member.lease.lacks,
             device=member.lease.device,
             metrics_at=member.lease.metrics_at,
         )

@@ -31,6 +31,7 @@ class WorkerView(NamedTuple):
     weight_change: WeightChange | None = None  # asked of it
     device: str = ""  # that it computes on, for people
     metrics_at: str = ""  # host and port of its process's metrics, if they are served
+    lacks: tuple[str, ...] = ()  # abilities (`protocol.capabilities`) that its engine has not
 
 
 @dataclass(frozen=True, slots=True)

@@ -779,25 +779,17 @@ class AppConfig(Settings):
         kinds["engine.vllm"] = "vllm"
         kinds |= dict.fromkeys(_OF_MODELS, "model")
         if self.is_foreign:
-            sections: dict[str, type[Settings]] = {
-                "engine": EngineSettings,
-                "scheduler": SchedulerSettings,
-            }
-            every = (
-                f"{key}.{name}" for key, each in sections.items() for name in each.model_fields
-            )
-            kinds |= {path: "model" for path in every if path not in _OF_FOREIGN}
+            for section in ("engine", "scheduler"):
+                names = type(getattr(self, section)).model_fields
+                kinds |= {f"{section}.{name}": "model" for name in names}
+            kinds |= dict.fromkeys(_OF_FOREIGN, "vllm")
         for path, kind in kinds.items():
             section, name = path.split(".")
             settings = getattr(self, section)
             value = getattr(settings, name)
             is_default = value == type(settings).model_fields[name].default
-            if kind != self.engine.kind and not is_default and not self._may_have(path):
+            if kind != self.engine.kind and not is_default:
                 yield path, value, kind
-
-    def _may_have(self, path: str) -> bool:
-        """Whether a setting of models is one of a foreign engine, too."""
-        return self.is_foreign and path in _OF_FOREIGN
 
 
 _PARALLEL = ("tensor", "pipeline")

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from mallee.protocol.errors import Unavailable
 from mallee.testing.vllm_pod import PrefixCache, encode_batch
 
 Rule = Callable[[Sequence[int], Any], int]
@@ -36,7 +37,7 @@ class FakeEngine:
         refuses: Sequence[str] = (),
     ) -> None:
         self.errored = False
-        self.is_stuck = False
+        self.is_stuck = self.is_full = False
         self.published: Callable[[int, bytes], None] = lambda seq, payload: None
         self.progressed: Callable[[float], None] = lambda usage: None
         self.cache = PrefixCache(block_size, num_blocks)
@@ -60,6 +61,8 @@ class FakeEngine:
         """Deltas of one token each."""
         assert request_id not in self.running, f"{request_id} runs already"
         self._check_alive()
+        if self.is_full:
+            raise Unavailable("the engine takes no more")
         self.running.add(request_id)
         text, salt = list(prompt["prompt_token_ids"]), prompt["cache_salt"]
         cached, num_drawn, finish = self.cache.num_held(text, salt), 0, None

@@ -7,9 +7,10 @@ A capsule is a text: its forks compute what the engine's cache has lost of it.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,12 +18,13 @@ import numpy as np
 from mallee.actors.foreign.asking import (
     Output,
     finish_of,
-    is_exact,
     logprobs_of,
     prompt_of,
     sampling_fields,
     stop_ids,
 )
+from mallee.actors.foreign.flights import Flights
+from mallee.actors.foreign.jobs import Branch, Job
 from mallee.actors.foreign.texts import CapsuleText, CapsuleTexts, TextLimits
 from mallee.actors.front.pods.event_order import Arrival
 from mallee.actors.front.pods.kv_events import PodContents
@@ -42,9 +44,11 @@ from mallee.protocol.events import (
     CapsuleReleased,
     CapsuleStored,
     Cleared,
+    EngineUse,
     Event,
     EventBatch,
     Load,
+    Removed,
     Snapshot,
     pack_hashes,
 )
@@ -62,7 +66,6 @@ from mallee.protocol.messages import (
     FinishReason,
     Fork,
     Generate,
-    Grammar,
     Inspect,
     Kept,
     Limits,
@@ -70,7 +73,6 @@ from mallee.protocol.messages import (
     Prefill,
     Release,
     Rewind,
-    Sampling,
     TokenLogprobs,
     Update,
     unpack_tokens,
@@ -90,7 +92,7 @@ class AsyncEngine(Protocol):
     """The part of vLLM's `AsyncLLM` that a runner uses; `params` makes its `SamplingParams`.
 
     `errored`: its core is dead. `generate` gives deltas of one answer; to close it aborts what is left.
-    Both raise ValueError for what the engine does not take.
+    Both raise ValueError for what the engine does not take, Unavailable while it takes no more.
     """
 
     @property
@@ -103,97 +105,6 @@ class AsyncEngine(Protocol):
     ) -> AsyncGenerator[Output, None]: ...
 
     def shutdown(self, timeout: float | None = None) -> None: ...
-
-
-@dataclass(eq=False, slots=True)
-class _Job:
-    """A request for branches. `leaves`: the capsule of a prefill; else each branch leaves its own."""
-
-    request: RequestId
-    gateway: str
-    salt: str
-    limits: Limits
-    sampling: Sampling = field(default_factory=Sampling)
-    grammar: Grammar | None = None
-    drawn: int = 0  # tokens at the end of its prompt, elsewhere
-    num_scores: int = -1  # likeliest tokens to tell in each place of the prompt; -1: none
-    ttl_s: float | None = None  # of capsules that are kept
-    leaves: CapsuleId | None = None
-    made: asyncio.Future[bool] | None = None  # the capsule that it makes, or waits for
-    branches: "dict[int, _Branch]" = field(default_factory=dict)
-
-    @property
-    def is_resampled(self) -> bool:
-        return self.drawn > 0 and not is_exact(self.sampling)
-
-    def capsule(self, index: int) -> CapsuleId:
-        return self.leaves or capsule_id(self.request, index)
-
-
-@dataclass(eq=False, slots=True)
-class _Branch:
-    """One branch, that runs or waits for others with its prompt."""
-
-    job: _Job
-    index: int
-    prompt: Tokens
-    tokens: list[int] = field(default_factory=list)  # drawn here
-    cached: int | None = None  # tokens of the prompt; None: it has drawn nothing
-    is_given: bool = False  # to the engine
-    task: asyncio.Task[None] | None = None
-
-    def text(self, name: CapsuleId, ttl_s: float | None) -> CapsuleText:
-        """All of it, prompt and answer, as a capsule."""
-        tokens = np.concatenate((self.prompt, np.array(self.tokens, dtype="<u4")))
-        drawn = None if self.job.leaves else self.job.drawn + len(self.tokens)
-        return CapsuleText(name, tokens, self.job.salt, drawn, ttl_s)
-
-    def update(self, **more: Any) -> Update:
-        return Update(
-            request=self.job.request,
-            branch=self.index,
-            cached_tokens=self.cached or 0,
-            prefill_tokens=0 if self.cached is None else len(self.prompt) - self.cached,
-            resampled=self.job.is_resampled,
-            **more,
-        )
-
-
-class Flights:
-    """Blocks that are being computed for the first time, each by one branch."""
-
-    def __init__(self, holds: Callable[[int], bool]) -> None:
-        self._holds = holds
-        self._flights: dict[int, asyncio.Future[bool]] = {}  # by block
-
-    async def join(self, hashes: Sequence[int]) -> asyncio.Future[bool]:
-        """Wait for the blocks of a prompt that others compute; begin a flight with those of its own."""
-        had = 0
-        while True:
-            at = next((i for i in range(len(hashes), had, -1) if hashes[i - 1] in self._flights), 0)
-            if not at:
-                break
-            # One that was given up has computed nothing: then another goes first.
-            if await asyncio.shield(self._flights[hashes[at - 1]]):
-                had = at
-        flight: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        for each in hashes[had:]:
-            if each not in self._flights and not self._holds(each):
-                self._flights[each] = flight
-        return flight
-
-    def land(self, flight: asyncio.Future[bool], hashes: Iterable[int], *, is_done: bool) -> None:
-        """End a flight. Ignored if it has ended."""
-        if flight.done():
-            return
-        for each in hashes:
-            if self._flights.get(each) is flight:
-                del self._flights[each]
-        flight.set_result(is_done)
-
-    def check(self) -> None:
-        """Raises AssertionError if a flight that has ended is kept."""
-        assert not any(flight.done() for flight in self._flights.values())
 
 
 class ForeignRunner:
@@ -231,13 +142,15 @@ class ForeignRunner:
             stored=lambda text: self._tell_events(self._stored(text)),
             released=lambda capsule: self._tell_events(CapsuleReleased(capsule)),
         )
-        self._jobs: dict[RequestId, _Job] = {}
-        self._making: dict[CapsuleId, _Branch] = {}  # prefills
+        self._jobs: dict[RequestId, Job] = {}
+        self._making: dict[CapsuleId, Branch] = {}  # prefills
+        self._given: set[Branch] = set()  # to the engine
         self._sink = FrameSink()
         self._events: list[Event] = []
         self._is_flushing = False
         self._step = 0
         self._usage = 0.0  # of the engine's blocks, those in use
+        self._counts: Counter[str] = Counter()  # fields of `EngineUse`
         self._progress_at = 0.0
         self._follow: Callable[[], Coroutine[Any, Any, None]] | None = None
         self.is_alive = False
@@ -256,15 +169,16 @@ class ForeignRunner:
         self._follow = run
 
     @property
-    def _branches(self) -> list[_Branch]:
+    def _branches(self) -> list[Branch]:
         return [branch for job in self._jobs.values() for branch in job.branches.values()]
 
     def turn_age(self, now: float) -> float:
         """Seconds for which the engine has made no progress with what it has."""
-        return now - self._progress_at if any(b.is_given for b in self._branches) else 0.0
+        return now - self._progress_at if self._given else 0.0
 
-    def progressed(self, usage: float) -> None:
+    def progressed(self, usage: float, num_preempted: int = 0) -> None:
         """The engine has done a step; `usage`: the share of its blocks that are in use."""
+        self._counts["num_preemptions"] += num_preempted
         now = self._clock()
         if self.on_step is not None and self._step:
             self.on_step(now - self._progress_at)
@@ -318,8 +232,9 @@ class ForeignRunner:
             case Fork():
                 self._fork(gateway, command)
             case Cancel(request=request, branch=index):
-                for branch in self._branches:
-                    if branch.job.request == request and index in (None, branch.index):
+                job = self._jobs.get(RequestId(request))
+                for branch in [] if job is None else [*job.branches.values()]:
+                    if index in (None, branch.index):
                         self._end(branch, "cancelled")
             case Release(capsule=capsule):
                 self._forget(capsule)
@@ -360,7 +275,7 @@ class ForeignRunner:
             raise InvalidParameter("tokens", [], "give at least one token")
         command.validate(len(tokens))
         if isinstance(command, Generate):
-            job = _Job(
+            job = Job(
                 request=request,
                 gateway=gateway,
                 salt=command.salt,
@@ -373,7 +288,7 @@ class ForeignRunner:
             )
             self._begin(job, [tokens] * command.n, command.first_branch)
             return
-        job = _Job(
+        job = Job(
             request=request,
             gateway=gateway,
             salt=command.salt,
@@ -394,7 +309,7 @@ class ForeignRunner:
         )
         if command.at is not None:
             source = source.first(command.at, source.id)
-        job = _Job(
+        job = Job(
             request=RequestId(command.request),
             gateway=gateway,
             salt=source.salt,
@@ -407,7 +322,7 @@ class ForeignRunner:
         prompts = [np.concatenate((source.tokens, unpack_tokens(s))) for s in command.suffixes]
         self._begin(job, prompts, command.first_branch, source.id)
 
-    def _begin(self, job: _Job, prompts: Sequence[Tokens], first: int, source: str = "") -> None:
+    def _begin(self, job: Job, prompts: Sequence[Tokens], first: int, source: str = "") -> None:
         """Begin a branch for each prompt; the first one draws as the branch `first`."""
         limits = job.limits
         job.sampling.validate()
@@ -426,13 +341,13 @@ class ForeignRunner:
         self._jobs[job.request] = job
         known: dict[int, list[int]] = {}  # hashes, by prompt: siblings share theirs
         for index, prompt in enumerate(prompts):
-            branch = job.branches[index] = _Branch(job, index, prompt)
+            branch = job.branches[index] = Branch(job, index, prompt)
             if id(prompt) not in known:
                 known[id(prompt)] = self._hashes(prompt, job.salt).tolist()
             run = self._run(branch, params[index], known[id(prompt)], source)
             branch.task = self.tasks.spawn(run, name=f"branch {index} of {job.request}")
 
-    def _params(self, job: _Job, branch: int) -> Any:
+    def _params(self, job: Job, branch: int) -> Any:
         """The engine's parameters of a branch. Raises InvalidParameter."""
         fields = sampling_fields(
             job.sampling, job.limits, job.grammar, self._model, branch=branch, drawn=job.drawn
@@ -449,16 +364,16 @@ class ForeignRunner:
 
     # A branch
 
-    async def _run(self, branch: _Branch, params: Any, hashes: list[int], source: str) -> None:
+    async def _run(self, branch: Branch, params: Any, hashes: list[int], source: str) -> None:
         """Have the engine compute a branch, and pass on what it draws."""
         job = branch.job
         if source and job.made is not None and not await asyncio.shield(job.made):
             self._end(branch, "error", error=CapsuleAbandoned(source).to_wire())
             return
         flight = await self.flights.join(hashes)
-        if not any(each.is_given for each in self._branches):
+        if not self._given:
             self._progress_at = self._clock()
-        branch.is_given = True
+        self._given.add(branch)
         prompt = prompt_of(branch.prompt, self._model.salt(job.salt))
         name = f"{job.request}/{branch.index}"
         try:
@@ -483,12 +398,14 @@ class ForeignRunner:
         finally:
             self.flights.land(flight, hashes, is_done=False)
 
-    def _take_output(self, branch: _Branch, output: Output) -> None:
+    def _take_output(self, branch: Branch, output: Output) -> None:
         job, found = branch.job, output.outputs[0]
         if branch.index not in job.branches:
             return
         if branch.cached is None:
             branch.cached = min(output.num_cached_tokens or 0, len(branch.prompt))
+            self._counts["num_cached_tokens"] += branch.cached
+            self._counts["num_prefill_tokens"] += len(branch.prompt) - branch.cached
         finish = finish_of(found.finish_reason)
         if finish == "error":
             raise InternalError(f"the engine ended the answer: {found.finish_reason}")
@@ -508,6 +425,7 @@ class ForeignRunner:
             scores = logprobs_of(prompt[1:], output.prompt_logprobs[1:], job.num_scores)
         position = len(branch.tokens)
         branch.tokens += tokens
+        self._counts["num_output_tokens"] += len(tokens) + (end is not None)
         news: dict[str, Any] = {"tokens": tuple(tokens), "logprobs": logprobs}
         news |= {"position": position, "prompt_logprobs": scores}
         if finish is not None:
@@ -515,7 +433,7 @@ class ForeignRunner:
         elif tokens:
             self._tell(branch, branch.update(**news))
 
-    def _end(self, branch: _Branch, finish: FinishReason, **more: Any) -> None:
+    def _end(self, branch: Branch, finish: FinishReason, **more: Any) -> None:
         """The last update of a branch."""
         left: CapsuleId | None = None
         kept: Kept = ""
@@ -532,9 +450,10 @@ class ForeignRunner:
         more = {"position": len(branch.tokens), "capsule": left, "boundary": boundary} | more
         self._tell(branch, branch.update(finish=finish, kept=kept, **more))
 
-    def _retire(self, branch: _Branch, *, is_made: bool = False) -> None:
+    def _retire(self, branch: Branch, *, is_made: bool = False) -> None:
         """A branch is over: nothing more of it is told."""
         job = branch.job
+        self._given.discard(branch)
         del job.branches[branch.index]
         if not job.branches:
             del self._jobs[job.request]
@@ -547,7 +466,7 @@ class ForeignRunner:
 
     # Changes
 
-    def _branch(self, gateway: str, request: str, index: int) -> _Branch | None:
+    def _branch(self, gateway: str, request: str, index: int) -> Branch | None:
         job = self._jobs.get(RequestId(request))
         return None if job is None or job.gateway != gateway else job.branches.get(index)
 
@@ -562,9 +481,11 @@ class ForeignRunner:
         whole = self.texts.peek(name) if branch is None else branch.text(name, branch.job.ttl_s)
         if whole is not None and command.at <= len(whole.tokens):
             begun = whole.first(command.at, name, whole.ttl_s)
-            tokens = np.concatenate((begun.tokens, unpack_tokens(command.residue)))
+            residue = unpack_tokens(command.residue)
+            drawn = None if begun.drawn is None else begun.drawn + len(residue)
+            tokens = np.concatenate((begun.tokens, residue))
             try:
-                self.texts.put(replace(begun, tokens=tokens))
+                self.texts.put(replace(begun, tokens=tokens, drawn=drawn))
             except CapsulesFull as error:
                 log.info("a cut answer leaves no capsule: %s", told(error))
         if branch is not None:
@@ -600,6 +521,9 @@ class ForeignRunner:
     def take_events(self, arrival: Arrival) -> None:
         """Take in what the engine says of its blocks."""
         events = self.contents.take(arrival)
+        for event in events:
+            if isinstance(event, Removed):
+                self._counts["num_evicted_blocks"] += len(event.hashes) // 8  # bytes of each
         if any(isinstance(event, Cleared) for event in events):  # texts stay
             events += map(self._stored, self.texts)
         self._tell_events(*events)
@@ -642,14 +566,35 @@ class ForeignRunner:
                 rows=len(branches) - len(waiting),
                 waiting=len(waiting),
                 active_blocks=round(self._usage * self._capacity.num_blocks),
-                prefill_tokens=sum(len(branch.prompt) for branch in waiting if branch.is_given),
+                prefill_tokens=sum(len(each.prompt) for each in waiting if each in self._given),
+                use=self._use(),
             )
         )
         return answer
 
+    def _use(self) -> EngineUse:
+        """Its use of memory and its work; what vLLM does not tell is 0."""
+        num, held = self._capacity.num_blocks, len(self.contents.names)
+        live = round(self._usage * num)
+        return EngineUse(
+            total_blocks=num,
+            live_blocks=live,
+            shared_blocks=0,
+            cached_blocks=max(0, held - live),
+            readers=len(self._given),
+            kept_capsules=self.texts.num_kept,
+            num_copied_blocks=0,
+            num_evicted_blocks=self._counts["num_evicted_blocks"],
+            num_preemptions=self._counts["num_preemptions"],
+            num_faults=0,
+            num_prefill_tokens=self._counts["num_prefill_tokens"],
+            num_cached_tokens=self._counts["num_cached_tokens"],
+            num_output_tokens=self._counts["num_output_tokens"],
+        )
+
     # What is told
 
-    def _tell(self, branch: _Branch, update: Update) -> None:
+    def _tell(self, branch: Branch, update: Update) -> None:
         self._sink.tell(branch.job.gateway, update)
         self._flush_soon()
 
@@ -680,6 +625,7 @@ class ForeignRunner:
         """Raises AssertionError on a broken invariant."""
         self.flights.check()
         assert all(job.branches for job in self._jobs.values()), "a job without branches"
+        assert self._given <= set(self._branches), "the engine has a branch that is over"
         assert set(self._making.values()) <= set(self._branches), "a capsule's prefill is over"
 
 

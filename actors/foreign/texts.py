@@ -134,6 +134,10 @@ class CapsuleTexts:
             return None
         return max(0.0, self._used[text.id] + text.ttl_s - self._clock())
 
+    @property
+    def num_kept(self) -> int:
+        return len(self._kept)
+
     def __iter__(self) -> Iterator[CapsuleText]:
         yield from self._kept.values()
         yield from self._left.values()

@@ -8,7 +8,7 @@ from typing import Any, Final
 from mallee.actors.build import check_model, resolve, served_name
 from mallee.actors.foreign.asking import Output, prompt_of
 from mallee.actors.front.pods.subscriber import EventPlaces
-from mallee.protocol.errors import ConfigError, nearest
+from mallee.protocol.errors import ConfigError, Unavailable, nearest
 from mallee.protocol.hashing import as_tokens
 from mallee.protocol.model import ModelSpec, fingerprint
 from mallee.runtime.addresses import socket_path
@@ -38,8 +38,11 @@ def engine_args(config: AppConfig, places: EventPlaces | None = None) -> Any:
         if name in _OURS:
             raise ConfigError(f"engine.vllm.{name} is not taken: {_OURS[name]}")
         if name not in known:
-            hint = nearest(name, known - _OURS.keys(), "vLLM's documentation has them")
-            raise ConfigError(f"`engine.vllm.{name}` is no argument of vLLM's engine; {hint}")
+            hint = nearest(name, known, "vLLM's documentation has them")
+            remedy = next((f": {_OURS[each]}" for each in _OURS if f"`{each}`" in hint), "")
+            raise ConfigError(
+                f"`engine.vllm.{name}` is no argument of vLLM's engine; {hint}{remedy}"
+            )
     # The same compiler of grammars as our engine's: it reads the same Lark.
     given.setdefault("structured_outputs_config", {"backend": "guidance"})
     if config.num_ranks > 1:
@@ -71,11 +74,12 @@ class StepMeter:
     """A stat logger of vLLM's, which has `progressed` called at each step of the engine."""
 
     def __init__(self) -> None:
-        self.progressed: Callable[[float], None] = lambda usage: None
+        self.progressed: Callable[[float, int], None] = lambda usage, num_preempted: None
 
-    def record(self, scheduler_stats: Any, *_: object, **__: object) -> None:
+    def record(self, scheduler_stats: Any, iteration_stats: Any, *_: object, **__: object) -> None:
         if scheduler_stats is not None:
-            self.progressed(scheduler_stats.kv_cache_usage)
+            num = 0 if iteration_stats is None else iteration_stats.num_preempted_reqs
+            self.progressed(scheduler_stats.kv_cache_usage, num)
 
     def log(self) -> None: ...
 
@@ -120,7 +124,7 @@ class VllmEngine:
     async def generate(
         self, prompt: Any, sampling_params: Any, request_id: str
     ) -> AsyncGenerator[Output, None]:
-        from vllm.exceptions import VLLMClientError
+        from vllm.exceptions import GracefulHTTPError, VLLMClientError
 
         try:
             async with aclosing(self.llm.generate(prompt, sampling_params, request_id)) as outputs:
@@ -128,6 +132,8 @@ class VllmEngine:
                     yield output
         except VLLMClientError as error:
             raise ValueError(str(error)) from error
+        except GracefulHTTPError as error:  # its own queue is full
+            raise Unavailable(error.message) from error
 
     async def warm_up(self) -> None:
         """Answer a prompt: the first one takes long, as vLLM compiles what it needs."""

@@ -430,7 +430,7 @@ class Capsules:
         if self._files is None:
             raise BadRequest("this gateway exports no capsules")
         if view is None or not view.lends_at:
-            reason = "its worker lends its KV to no other process: it is mocked, or too old"
+            reason = "its worker lends no KV: its engine is mocked or vLLM's, or it is too old"
             raise InvalidParameter("capsule", capsule, reason)
         holder = Holder(worker, view.incarnation, view.lends_at, 0, capsule)
         return await self._files.exports.begin(

@@ -63,7 +63,9 @@ class TierUse(Body, frozen=True, kw_only=True):
 
 
 class Worker(Body, frozen=True, kw_only=True):
-    """A worker, as a gateway sees it. Without `use` its process did not answer."""
+    """A worker, as a gateway sees it. Without `use` its process did not answer. `lacks`: requests that its
+    engine can't take.
+    """
 
     worker: str
     object: Literal["worker"]
@@ -81,6 +83,7 @@ class Worker(Body, frozen=True, kw_only=True):
     is_whole: bool
     is_new: bool
     lends_at: str
+    lacks: list[str]
     weight_version: str
     weight_change: dict[str, Any] | None
     metrics_at: str

@@ -29,7 +29,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from msgspec import structs
 
-from mallee.protocol.capabilities import needs
+from mallee.protocol.capabilities import needs, refusal
 from mallee.protocol.errors import (
     CapsuleAbandoned,
     CapsuleLost,
@@ -271,11 +271,10 @@ class Dispatcher:
 
         Raises NotSupported.
         """
+        if "priorities" in self._router.lacks:
+            raise refusal(frozenset(("priorities",)))
         state = self._requests.get(request)
         concerned = [] if state is None else sorted(state.open.intersection(branches))
-        if state is not None:
-            for shard in state.shards.values():
-                self._router.check_able(shard.worker, "priorities")
         for branch in concerned:
             assert state is not None
             state.priorities[branch] = priority
@@ -366,6 +365,8 @@ class Dispatcher:
 
     def _admit(self, dispatch: Dispatch) -> None:
         """Place it now, or let it wait. Raises MalleeError; then nothing of it is booked or waits."""
+        if self._router.lacks:
+            self._check_able(dispatch)
         is_held = not self._resolve(dispatch)
         is_next = not (self._tickets or self._claims) or dispatch.is_moved
         is_next = is_next or self._waiting.is_free(dispatch.lane)
@@ -384,6 +385,15 @@ class Dispatcher:
         dispatch.state.waiting.append(dispatch)
         if is_held:
             self._hold(dispatch)
+
+    def _check_able(self, dispatch: Dispatch) -> None:
+        """Raises NotSupported if the engines can't do it; WorkerLost if they can't go on with it."""
+        missing = needs(dispatch.job).intersection(self._router.lacks)
+        if missing and dispatch.lost_with is not None:
+            reason = f"engines of its kind lack {min(missing)!r}, to go on with it"
+            raise WorkerLost(dispatch.lost_with, reason)
+        if missing:
+            raise refusal(missing)
 
     def _resolve(self, dispatch: Dispatch) -> bool:
         """Find its capsule's worker, or its text. False: it is to be held until the capsule is there again.
@@ -486,7 +496,6 @@ class Dispatcher:
                 affinity=job.affinity,
                 source=source,
                 why=why,
-                among=self._router.able(needs(job)),
             )
             self._check_linked([placement], state)
             state.num_shards += 1
@@ -527,8 +536,6 @@ class Dispatcher:
             affinity=job.affinity,
             source=source,
             why=why,
-            # The worker of a capsule refuses by itself what it can't do.
-            among=None if capsule is not None else self._router.able(needs(job)),
         )
 
     def _check_linked(self, placements: Sequence[Placement], state: RequestState) -> None:

@@ -14,7 +14,6 @@ import xxhash
 from msgspec.structs import replace
 
 from mallee.protocol.bookings import Booked
-from mallee.protocol.capabilities import Capability, refusal
 from mallee.protocol.events import (
     EventBatch,
     FetchPrices,
@@ -229,16 +228,6 @@ class Fleet:
             self.predictions.add(
                 member.slot, waypoints, num_blocks, capacity=member.lease.num_blocks, now=now
             )
-
-    def able(self, needs: frozenset[Capability]) -> list[WorkerId] | None:
-        """The workers whose engines have all of `needs`; None: every one. Raises NotSupported: none has."""
-        routable = [member for member in self.members if member.is_routable]
-        able = [each.worker for each in routable if needs.isdisjoint(each.lease.lacks)]
-        if len(able) == len(routable):
-            return None
-        if not able:
-            raise refusal(needs.intersection(routable[0].lease.lacks))
-        return able
 
     @contextmanager
     def only(self, workers: Sequence[WorkerId]) -> Iterator[None]:

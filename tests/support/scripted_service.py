@@ -82,6 +82,6 @@ def worker(name: str, **more: Any) -> dict[str, Any]:
             "is_whole": True,
             "is_new": False,
         },
-        **{"lends_at": "", "metrics_at": "", "weight_change": None},
+        **{"lends_at": "", "lacks": [], "metrics_at": "", "weight_change": None},
         **more,
     }

@@ -49,7 +49,7 @@ SCHEMA = {
 
 
 def config(**vllm: Any) -> AppConfig:
-    given = {"max_num_seqs": 16, "enforce_eager": True, **vllm}
+    given = {"max_num_seqs": 16, "max_num_queued_reqs": 20, "enforce_eager": True, **vllm}
     engine = {"kind": "vllm", "block_size": BLOCK, "max_model_len": 2048, "vllm": given}
     return AppConfig.model_validate({"model": "smollm2", "engine": engine})
 
@@ -89,6 +89,7 @@ def tokens(updates: list[Update]) -> list[int]:
 
 async def main() -> dict[str, Any]:
     told: dict[str, Any] = {"unknown": refusal(max_num_seq=3), "ours": refusal(block_size=16)}
+    told["near_ours"] = refusal(max_model_ln=5)
     engine = await asyncio.to_thread(start_engine, config())
     model = engine.model
     tokenizer = Tokenizer.load(resolve("smollm2"))
@@ -147,6 +148,8 @@ async def main() -> dict[str, Any]:
     (refused,) = await run.ask(Generate("hot", raw, limits, Sampling(temperature=50.0)))
     assert refused[0].error is not None
     told["refused"] = refused[0].error[:2]
+    many = await run.ask(Generate("many", raw, limits, n=40), ends=40)
+    told["full"] = sorted({update.error[0] for (*_, update) in many if update.error is not None})
     living.cancel()
     for process in engine.llm.engine_core.resources.engine_manager.processes:
         os.kill(process.pid, signal.SIGKILL)

@@ -9,10 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
-from mallee.protocol.errors import NotSupported
+from mallee.protocol.errors import NotSupported, WorkerLost
 from mallee.protocol.hashing import as_tokens
 from mallee.protocol.ids import COMMON, WorkerId
-from mallee.protocol.messages import Limits, Sampling
+from mallee.protocol.messages import Grammar, Limits, Sampling
 from mallee.router.dispatch.jobs import GenerateJob
 from support.foreign_fleet import BLOCK, ForeignFleet, foreign_fleet, plain
 from support.live_api import served
@@ -236,6 +236,49 @@ async def test_what_the_engine_does_not_take_is_the_callers() -> None:
         answer = await client.post("/v1/completions", json=asked)
         assert answer.status_code == 400
         assert "logit_bias is not supported" in answer.json()["error"]["message"]
+
+
+async def test_a_full_engine_is_a_later_moment_s() -> None:
+    """503, which clients retry: the queue is full, not the request wrong."""
+    async with api() as (client, fleet):
+        (engine,) = fleet.forwards.values()
+        engine.is_full = True
+        asked = {"model": "m", "prompt": PROMPT}
+        answer = await client.post("/v1/completions", json=asked)
+        assert answer.status_code == 503, answer.text
+        assert answer.json()["error"]["code"] == "unavailable"
+        engine.is_full = False
+        await complete(client, prompt=PROMPT)
+
+
+async def test_a_constrained_answer_is_lost_with_its_worker() -> None:
+    """No engine goes on inside its text: 503, as asking anew helps, and not that it is not supported."""
+    async with api(2, step_s=0.02) as (_, fleet):
+        gateway = fleet.gateways[0]
+        job = GenerateJob(
+            as_tokens(PROMPT), Limits(60), Sampling(), grammar=Grammar("regex", "[a-z]+")
+        )
+        stream = await gateway.requests.start(job, name=gateway.requests.new_name(COMMON))
+        await until(lambda: elapsed(fleet))
+        await elapse(0.1)
+        next(engine for engine in fleet.forwards.values() if engine.running).die()
+        error = [delta async for delta in stream][-1].error
+        assert isinstance(error, WorkerLost)
+        assert "lack 'grammar_state'" in str(error)
+
+
+async def test_leases_and_loads_say_what_an_engine_does() -> None:
+    async with api() as (client, fleet):
+        for _ in range(2):
+            body = await complete(client, prompt=PROMPT)
+        (runner,) = fleet.engines.values()
+        use = (await runner.load()).use
+        assert use is not None
+        assert (use.num_prefill_tokens, use.num_cached_tokens) == (len(PROMPT) + 2, 32)
+        assert use.num_output_tokens == 2 * body["usage"]["completion_tokens"]
+        (worker,) = (await client.get("/v1/router/workers")).json()["data"]
+        assert "inject" in worker["lacks"]
+        assert worker["use"]["prefill_tokens"] == use.num_prefill_tokens
 
 
 async def test_the_router_knows_the_engines_blocks() -> None:

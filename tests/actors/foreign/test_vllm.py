@@ -74,3 +74,8 @@ def test_a_dead_core_is_a_lost_worker(told: dict[str, Any]) -> None:
 def test_arguments_are_checked_against_vllms(told: dict[str, Any]) -> None:
     assert "the nearest is `max_num_seqs`" in told["unknown"]
     assert "engine.block_size" in told["ours"]
+    assert told["near_ours"].endswith("`max_model_len`: give it as `engine.max_model_len`")
+
+
+def test_what_exceeds_vllms_own_queue_may_be_sent_again(told: dict[str, Any]) -> None:
+    assert told["full"] == ["unavailable"]

@@ -1,4 +1,4 @@
-"""Requests go where their worker's engine can do them; where none can, they are refused by name."""
+"""A fleet refuses by name the requests that its engines can't do."""
 
 from typing import Any, get_args
 
@@ -7,6 +7,8 @@ import pytest
 from mallee.protocol.capabilities import REMEDIES, Capability, needs
 from mallee.protocol.errors import NotSupported, from_wire
 from mallee.protocol.events import Lease
+from mallee.protocol.hashing import as_tokens
+from mallee.protocol.ids import RequestId
 from mallee.protocol.messages import (
     END_OF_TEXT,
     Fork,
@@ -69,20 +71,21 @@ def test_each_ability_has_a_remedy_and_its_refusal_crosses_processes() -> None:
     assert error.status == 400
 
 
-def test_a_request_goes_to_a_worker_that_can_do_it() -> None:
+def test_a_fleet_refuses_what_its_engines_lack() -> None:
+    """Also to forks; other requests are placed. Nothing of a refused one is kept."""
     fleet = ModelFleet()
-    workers = [fleet.join(name) for name in ("w0", "w1")]
-    for worker, lacks in zip(workers, (("retain", "of newer ones"), ()), strict=True):
-        lease = Lease(
-            *(worker.name, worker.life, address_of(worker), "mock", "mock", BLOCK, 4096),
-            *(4, 1 << 20, 0),
-            lacks=lacks,
-        )
-        fleet.router.on_lease(lease)
-    needed = frozenset[Capability](("retain",))
-    assert fleet.router.able(frozenset()) is None
-    assert fleet.router.able(frozenset(("inject",))) is None
-    assert fleet.router.able(needed) == ["w1"]
-    fleet.router.lose_worker(workers[1].name, workers[1].life)
+    worker = fleet.join("w0")
+    lease = Lease(
+        *(worker.name, worker.life, address_of(worker), "mock", "mock", BLOCK, 4096),
+        *(4, 1 << 20, 0),
+        lacks=("retain", "restore", "of newer ones"),
+    )
+    fleet.router.on_lease(lease)
+    submit, prompt = fleet.dispatcher.submit, as_tokens([1, 2, 3])
     with pytest.raises(NotSupported, match="'retain'"):
-        fleet.router.able(needed)
+        submit(RequestId("r"), GenerateJob(prompt, LIMITS, retain=SPANS))
+    with pytest.raises(NotSupported, match="'restore'"):
+        submit(RequestId("s"), ForkJob("c.0", [NO_TOKENS], LIMITS, resumes=True))
+    assert not fleet.dispatcher.is_busy(worker.name)
+    submit(RequestId("t"), GenerateJob(prompt, LIMITS))
+    assert fleet.dispatcher.is_busy(worker.name)
