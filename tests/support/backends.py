@@ -219,7 +219,7 @@ async def routed(
         await until(lambda: proxy.is_ready and len(proxy.router.workers()) == wanted)
         yield proxy
         await until(lambda: proxy.router.stats().booked_requests == 0)
-        assert proxy.num_buffered == 0
+        assert (proxy.num_buffered, proxy.room.num_kept) == (0, 0)
         assert proxy.failure is None
         proxy.router.check()
 

@@ -19,8 +19,6 @@ HOP_BY_HOP: Final = frozenset(
 # Never of one hop, whatever Connection says: a body without its length would be read as the next message.
 KEPT: Final = frozenset((b"content-length", b"host"))
 OF_REQUESTS: Final = HOP_BY_HOP | {b"expect"}  # which is answered here
-WORKER: Final = b"x-mallee-worker"
-REASON: Final = b"x-mallee-reason"
 CREDENTIALS: Final = frozenset((b"authorization", b"x-api-key"))
 CHUNKED: Final = b"transfer-encoding: chunked\r\n"
 CLOSE: Final = b"connection: close\r\n"

@@ -404,7 +404,8 @@ class Exchange:
                 return
         except Exception:  # event pump: as above
             log.exception("an answer could not go on")
-            self._cut(reason)
+            if not self._is_over:
+                self._cut(reason)
             return
         assert self._stream is not None
         self._stream.splice = found.splice
@@ -413,8 +414,9 @@ class Exchange:
 
     def _end_whole(self, *, has_done: bool) -> None:
         """Its backend was lost after its last token."""
-        self._is_waiting = False
-        self._stream = None
+        assert self._stream is not None
+        self._stream.forget()
+        self._is_waiting, self._stream = False, None
         self.on_body(b"" if has_done else b"data: %b\n\n" % DONE, ends=True)
 
     def _cut(self, reason: str) -> None:
