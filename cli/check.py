@@ -69,6 +69,11 @@ def check(
 
     Example: mallee check serve.yaml
     """
+    if (picker or router) and (files or broker or (picker and router)):
+        raise ConfigError(
+            "--files and --broker look at what `mallee serve` needs: give them without --picker and --router,"
+            " and of those one alone"
+        )
     if picker or router:
         require_front("picker" if picker else "router", (), wants_events=False)
     else:

@@ -314,7 +314,7 @@ def forks(
     Raises InvalidParameter for none, and for two at once.
     """
     if messages is not None:
-        is_one = all(isinstance(each, Mapping) for each in messages)
+        is_one = bool(messages) and all(isinstance(each, Mapping) for each in messages)
         several = cast("Sequence[Messages]", [messages] if is_one else messages)
         conversations: list[Any] | None = [{"messages": list(each)} for each in several]
     else:

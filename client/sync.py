@@ -256,9 +256,9 @@ class Asking(ABC):
         raw, headers = (response.content, response.headers)
         return read_answer(response.status_code, raw, self.base_url, headers)
 
-    def _begun(self, call: Call) -> "httpx.Response":
+    def _begun(self, call: Call, limit_s: float | None = None) -> "httpx.Response":
         """A stream, once the server has accepted the call. Raises the server's error, StreamBroken."""
-        response = self._request(call, stream=True)
+        response = self._request(call, stream=True, limit_s=limit_s)
         if response.status_code >= 400:
             url = self.base_url + call.path
             try:
@@ -296,7 +296,7 @@ class Mallee(Asking):
 
     The asynchronous one is for one event loop, the other for any number of threads; each stream is for one.
     `model` goes with every request that names none. `timeout` bounds every wait for bytes: a server
-    that sends nothing for so many seconds ends the call with ConnectionFailed or StreamBroken. A request that
+    that sends nothing for so many seconds ends the call with Timeout. A request that
     is refused with 429 or 503 and a time is sent again after it, up to `max_retries` times. `http_client` has
     proxies and certificates of yours; its owner closes it. `session`: of requests that name none, so that the
     web page shows them as one tree; True makes up a name.
@@ -974,7 +974,8 @@ class Branches(Listed["Branch"]):
         `score(branch)`: a critic, in a thread or task beside the reading, again and again with what is there
         of a branch. One that it gives less than `below` is pruned; the others go on undisturbed. What it
         raises ends all that still runs, and is raised here. Asynchronously it may be a coroutine function.
-        `timeout`: after so many seconds the branches that still run end, and Timeout is raised.
+        `timeout`: after so many seconds the branches that still run end, and Timeout is raised. A client that
+        blocks has waited for the first token already, as long as its own `timeout` allows.
         """
         if score is None:
             for _ in self._timely(timeout):
@@ -999,7 +1000,7 @@ class Branches(Listed["Branch"]):
                 yield event
             return
         end = time.perf_counter() + limit_s
-        limits = self._opened().request.extensions["timeout"]
+        limits = self._opened(limit_s).request.extensions["timeout"]
         limits["read"] = min(limit_s, limits["read"] or limit_s)
         for event in self.events():
             yield event
@@ -1039,10 +1040,10 @@ class Branches(Listed["Branch"]):
         finally:
             self._drop()
 
-    def _opened(self) -> "httpx.Response":
+    def _opened(self, limit_s: float | None = None) -> "httpx.Response":
         if self._response is None:
             self._began = time.perf_counter()
-            self._response = self._client._begun(self._call)
+            self._response = self._client._begun(self._call, limit_s)
         return self._response
 
     def _again(self) -> None:

@@ -18,13 +18,23 @@ from mallee.router.balancer import Balancer
 
 
 class KVAwareLoadBalancer:
-    """As verl's `GlobalRequestLoadBalancer`; `ray.remote(KVAwareLoadBalancer)` is the actor class."""
+    """As verl's `GlobalRequestLoadBalancer`; `ray.remote(KVAwareLoadBalancer)` is the actor class.
+
+    For a verl whose client asks the balancer which fields it wants; older ones tell neither the prompt nor,
+    at a release, the request.
+    """
 
     def __init__(
         self, servers: Mapping[str, Any], *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._handles = dict(servers)
         self._balancer = Balancer(self._handles, clock=clock)
+
+    def require_acquire_fields(self) -> list[str]:
+        return ["prompt_ids"]
+
+    def require_release_fields(self) -> list[str]:
+        return ["request_id"]
 
     def acquire_server(
         self, request_id: str, prompt_ids: Sequence[int] = (), **_: Any

@@ -50,6 +50,7 @@ Count: TypeAlias = Annotated[int, Field(ge=0)]
 AtLeastOne: TypeAlias = Annotated[int, Field(ge=1)]
 Port: TypeAlias = Annotated[int, Field(ge=1, le=65_535)]
 NonNegative: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Origin: TypeAlias = Annotated[str, Field(pattern=r"^(\*|null|[a-z][a-z0-9+.-]*://[^/\s]+)$")]
 Positive: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -303,7 +304,7 @@ class HttpSettings(Settings):
     """Seconds for which the answer of an `Idempotency-Key` is given again, by every gateway."""
     replay_max_mib: AtLeastOne = 64
     """Room in the store for such answers; one has at most an eighth of it, and the oldest go first."""
-    cors_origins: tuple[str, ...] = ()
+    cors_origins: tuple[Origin, ...] = ()
     """Origins whose pages may call the API from a browser, as `[http://localhost:3000]`; `"*"`: all."""
     callbacks: tuple[str, ...] = ()
     """URLs that requests may have called, each with all paths below it, as

@@ -85,7 +85,10 @@ class FrontConfig(Settings):
     def _check_front(self) -> Self:
         sources = [self.endpoints or None, self.endpoints_file, self.pool]
         if sum(each is not None for each in sources) != 1:
-            raise ValueError("give one of endpoints, endpoints_file and pool")
+            raise ValueError(
+                "give one of endpoints, endpoints_file and pool (options: --backends or --endpoint,"
+                " --backends-file, --pool)"
+            )
         if self.events_port is not None and self.model is None:
             raise ValueError("events_port needs model: KV events name blocks by their tokens")
         if self.replay_port is not None and self.events_port is None:

@@ -9,7 +9,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, ClassVar, Final, Self
@@ -19,7 +19,7 @@ from mallee.actors.front.config import FrontConfig
 from mallee.actors.front.counts import FrontCounts
 from mallee.actors.front.http.backends import Backends
 from mallee.actors.front.placement import Placement
-from mallee.actors.front.pods.endpoints import Endpoint, EndpointSource, ListedEndpoints
+from mallee.actors.front.pods.endpoints import EndpointSource, ListedEndpoints
 from mallee.actors.front.pods.kubernetes import PoolEndpoints, account_namespace, server_of
 from mallee.actors.front.pods.pods import PodLimits, Pods
 from mallee.actors.front.prompts import Prompt, PromptReader
@@ -36,6 +36,7 @@ from mallee.runtime.tasks import Tasks
 if TYPE_CHECKING:
     import zmq.asyncio
 
+BACKENDS_KEY: Final = "MALLEE_BACKENDS_API_KEY"  # in the environment: settings are shown
 CONNECT_S: Final = 2.0  # for a connection to a pod
 DRAIN_S: Final = 30.0
 WATCH_S: Final = 0.5  # between two looks at what may have failed
@@ -70,7 +71,7 @@ class Front:
         self.router = build_router(app, shared_as=self.name, clock=clock)
         self._reader = _reader(config)
         self._source = _source(config)
-        self.backends = Backends(CONNECT_S)
+        self.backends = Backends(CONNECT_S, key=os.environ.get(BACKENDS_KEY, ""))
         self._context = _context(config)
         self.pods = Pods(
             self.router,
@@ -111,8 +112,8 @@ class Front:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the pool is known, and each of its endpoints was asked once."""
-        return self._source.is_synced and self.pods.is_synced and self.failure is None
+        """Whether the pool is known, and each endpoint that it had then was asked once."""
+        return self.pods.is_synced and self.failure is None
 
     @property
     def failure(self) -> BaseException | None:
@@ -185,13 +186,10 @@ class Front:
             await self._bus.connect()
             await self._bookings.start_up()
         self.pods.start_up()
-        self.tasks.spawn(self._source.follow(self._changed), name="the endpoints")
+        self.tasks.spawn(self._source.follow(self.pods.update), name="the endpoints")
         self.tasks.spawn(self._recount())
         if config.metrics_listen is not None:
             self._end_metrics = self.counts.serve(config.metrics_listen)
-
-    def _changed(self, endpoints: Sequence[Endpoint]) -> None:
-        self.pods.update(endpoints)
 
     def _joined(self, worker: WorkerId, incarnation: Incarnation) -> None:
         if self._bookings is not None:

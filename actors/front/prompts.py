@@ -92,7 +92,7 @@ class PromptReader:
                 return self._of_prompt(body.get("prompt"), scope)
             messages = _messages(path, body)
             return _NO_TOKENS if messages is None else self._of_messages(messages, body, scope)
-        except (InvalidParameter, TypeError, ValueError, OverflowError, KeyError):
+        except (InvalidParameter, TypeError, ValueError, OverflowError, KeyError, RecursionError):
             return _NO_TOKENS
 
     def _of_prompt(self, prompt: Any, scope: str) -> Tokens:
@@ -135,7 +135,7 @@ def cached_tokens(tail: bytes) -> int | None:
 def _object(raw: bytes) -> dict[str, Any]:
     try:
         body = msgspec.json.decode(raw) if raw else None
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # the last: of deep nests
         return {}
     return body if isinstance(body, dict) else {}
 

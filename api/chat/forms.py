@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 from llguidance import LLMatcher, grammar_from
 
 from mallee.api.grammars import OutputFormat
-from mallee.api.schemas import LIMITS, byte_matcher, enforceable, fault_of
+from mallee.api.schemas import LIMITS, enforceable
 from mallee.api.text.answers import Thinking
 from mallee.api.text.conversation import Function
 from mallee.api.text.tools.lark import ANY_TEXT, FREE, Lark
@@ -174,7 +174,8 @@ def _held(functions: Mapping[str, Function]) -> tuple[dict[str, Function], tuple
 def _fault(schema: str) -> str:
     """The compiler's complaint about arguments of a schema, "" if it has none."""
     lark = Lark({})
-    return fault_of(byte_matcher(lark.build(lark.arguments("all", json.loads(schema))), LIMITS))
+    grammar = lark.build(lark.arguments("all", json.loads(schema)))
+    return LLMatcher.validate_grammar(grammar, limits=LIMITS)
 
 
 def _after_thinking(lark: Lark, start: str, thinking: Thinking | None, *, is_open: bool) -> str:

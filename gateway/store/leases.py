@@ -1,7 +1,7 @@
 """Holders of leases: the parts of something in the store that gateways have taken, to use without asking.
 
 A lease is one life's of one gateway. The other gateways end it once that gateway is gone (`Peers.is_gone`),
-or has begun again.
+and the gateway itself those of its former lives.
 """
 
 from collections.abc import Awaitable, Callable, Collection, Iterable

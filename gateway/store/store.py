@@ -59,6 +59,7 @@ FULL_S: Final = 10.0  # after a write that found no room
 PARTS_S: Final = 60  # for which parts of a value that was put anew stay
 TURN_S: Final = 2.0  # for earlier writes of a name
 MAX_TRIES: Final = 64  # of a change, beside those of others
+MAX_FAILED: Final = 2  # changes of a value, before those that wait behind them fail too
 MAX_KEY: Final = 3500  # characters: a broker leaves a client that sends a line of 4 KiB
 _OVERHEAD_NBYTES: Final = 256  # of a write that waits
 
@@ -331,23 +332,25 @@ class Store:
 class ChangeLock:
     """The order of one gateway's changes of a value: they follow each other.
 
-    One that fails as the store does not answer fails those that wait behind it: they would wait as long, one
-    after the other.
+    Once MAX_FAILED have got no answer of the store, those that wait behind them fail too: they would wait as
+    long, one after the other.
     """
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
+        self._num_failed = 0
         self._failure: StoreAway | StoreFull | None = None  # the last one
 
     @asynccontextmanager
     async def hold(self) -> AsyncIterator[None]:
-        before = self._failure
+        before = self._num_failed
         async with self._lock:
-            if self._failure is not None and self._failure is not before:
+            if self._failure is not None and self._num_failed >= before + MAX_FAILED:
                 raise self._failure.with_traceback(None)
             try:
                 yield
             except (StoreAway, StoreFull) as error:
+                self._num_failed += 1
                 self._failure = error
                 raise
 

@@ -78,8 +78,8 @@ class Waiting:
 
     def is_free(self, lane: WorkerId | None) -> bool:
         """Whether a dispatch that comes now has none before it."""
-        if lane is None and self.elsewhere.claims:
-            return False
+        if lane is None and self.elsewhere.claims and self.queue.config.max_waiting:
+            return False  # where none may wait, all would be refused beside free rows
         if not self.queue.tickets:
             return True
         return not self.queue.waiting(None) and not self.queue.waiting(lane)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -15,6 +16,7 @@ from mallee.api.text.chat import ChatTemplate
 from mallee.api.text.families import FAMILIES
 from mallee.runtime.config import HttpSettings
 from mallee.testing.random_model import random_model
+from support.live_api import keyed
 from support.plain_ids import scopes_at
 from support.tiny_fleet import tiny_api
 
@@ -81,6 +83,28 @@ async def test_turns_of_a_thread_are_forks_of_the_answer_before() -> None:
         assert gone in (200, 404)
         again = await sent(client, asked("And then?", **after(first["id"])))
         assert text_of(again) == text_of(turn)
+
+
+async def test_a_turn_whose_capsule_went_meanwhile_is_one_request_of_its_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole conversation takes the place of the fork: a key of one branch at once has room for it."""
+    access, headers = keyed(tmp_path, max_branches=1)
+    settings = {"chat": ChatTemplate(None, family=QWEN), "access": access}
+    async with tiny_api(MODEL, 1, num_blocks=4096, ids=scopes_at, settings=settings) as (client, _):
+        client.headers.update(headers)
+        first = await sent(client, {**asked("a wood"), "thread": {"type": "create"}})
+        turn = await sent(client, asked("Why?", **after(first["id"])))
+        deleted = await client.delete(f"/v1/capsules/{first['mallee']['capsule']}")
+        assert deleted.status_code == 200
+
+        async def was_there(*_: Any) -> bool:
+            return True
+
+        monkeypatch.setattr("mallee.api.messages.handlers.has_capsule_after", was_there)
+        for _ in range(2):
+            again = await sent(client, asked("Why?", **after(first["id"])))
+            assert text_of(again) == text_of(turn)
 
 
 @pytest.fixture

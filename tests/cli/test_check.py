@@ -9,6 +9,7 @@ import yaml
 from typer.testing import CliRunner
 
 from mallee.cli.main import cli
+from mallee.protocol.errors import ConfigError
 from mallee.runtime.proxy.direct import ENVIRONMENT
 from mallee.testing.quantized import quantization_config
 from mallee.testing.random_model import random_model
@@ -279,3 +280,10 @@ def test_weights_in_a_form_that_is_not_computed_are_a_fault_before_a_deploy(
     (fault,) = check(serve_yaml(args=args), "--files").faults
     assert "quant_method is 'mxfp4'; supported:" in fault
     assert "planned" in fault
+
+
+@pytest.mark.parametrize("options", ["--picker --router", "--picker --files", "--router --broker"])
+def test_options_that_would_look_at_nothing_are_refused(options: str) -> None:
+    answer = CliRunner().invoke(cli, ["check", str(ROOT / "serve.yaml"), *options.split()])
+    assert isinstance(answer.exception, ConfigError)
+    assert "--files and --broker" in str(answer.exception)

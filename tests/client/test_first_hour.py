@@ -250,6 +250,16 @@ async def test_a_wait_has_a_limit_after_which_the_branches_end(
         assert len(await client.stream("x", n=2).wait(timeout=30)) == 2
 
 
+async def test_a_wait_s_limit_holds_before_the_first_token_too(
+    server: Script, slow: threading.Event
+) -> None:
+    """A request that waits for a worker sends nothing. A client that blocks has sent it before."""
+    why = r"nothing came from http://127\S+ after 0.05 s; raise the client's or wait's timeout"
+    async with AsyncMallee(server.url) as client:
+        with pytest.raises(Timeout, match=why):
+            await client.stream("x").wait(timeout=0.05)
+
+
 def test_silence_in_a_stream_is_told_by_the_wait_s_limit(server: Script) -> None:
     server.stream = chunk(0, "x") + b"data: [DONE]\n\n"
     with Mallee(server.url) as client:

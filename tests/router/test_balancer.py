@@ -67,9 +67,10 @@ def test_the_samples_of_a_group_go_where_their_prompt_is_computed() -> None:
     assert sum(len(servers) for servers in groups.values()) <= 12, "of 32, where load alone decides"
     assert all(24 <= each <= 40 for each in sum(groups.values(), Counter()).values())
     found = KVAwareLoadBalancer({"a": 1}, clock=lambda: 0.0)
-    assert found.acquire_server("r", prompt_ids=[1, 2, 3], cost=2.0) == ("a", 1)
+    acquired = {name: [1, 2, 3] for name in found.require_acquire_fields()}
+    assert found.acquire_server("r", **acquired) == ("a", 1)
     found.add_servers({"b": 2})
     found.remove_servers(["a"])
     assert found.acquire_server("r", prompt_ids=[1, 2, 3]) == ("b", 2)
-    found.release_server("a", request_id="r")
+    found.release_server("a", **dict.fromkeys(found.require_release_fields(), "r"))
     found.weights_updated()

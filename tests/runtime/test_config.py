@@ -57,6 +57,13 @@ def test_a_value_out_of_range_is_refused_by_its_dotted_key(path: str, value: obj
     assert sentence.startswith(f"={value!r}: Input should be ")
 
 
+@pytest.mark.parametrize("origin", ["http://localhost:3000/", "localhost:3000", ""])
+def test_an_origin_that_no_browser_sends_is_refused(origin: str) -> None:
+    """A browser's has no path; another would never match, and nothing would say so."""
+    ((key, _),) = refused(http__cors_origins=[origin])
+    assert key == "http.cors_origins.0"
+
+
 @pytest.mark.parametrize(
     "settings",
     [

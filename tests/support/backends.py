@@ -66,6 +66,7 @@ class Backend:
         self.started = 1_700_000_000
         self.metrics_status = b"200 OK"
         self.models = models
+        self.key = b""  # that all of /v1 wants
         self._wanted_port = port
         self._writers: dict[asyncio.StreamWriter, asyncio.StreamReader] = {}
 
@@ -107,6 +108,8 @@ class Backend:
             page = PAGE.format(size=self.block_size, started=self.started).encode()
             head = b"HTTP/1.1 %b\r\ncontent-length: %d\r\n\r\n" % (self.metrics_status, len(page))
             writer.write(head + page)
+        elif self.key and b"authorization: Bearer " + self.key not in request.lines:
+            writer.write(b"HTTP/1.1 401 Unauthorized\r\ncontent-length: 0\r\n\r\n")
         elif path == b"/v1/models" and b"x-test" not in request.head:
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(self.models))
             writer.write(self.models.encode())

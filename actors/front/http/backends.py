@@ -6,6 +6,7 @@ from typing import Final, Protocol, cast
 import httptools
 
 from mallee.actors.front.http.messages import Line, line
+from mallee.protocol.errors import ConfigError
 
 IDLE_S: Final = 3.0  # a connection is kept for so long: vLLM's server ends it after 5 s
 MAX_IDLE: Final = 256  # of one backend
@@ -217,11 +218,15 @@ class _Fetch:
 class Backends:
     """The connections that are kept, by address. Belongs to one event loop.
 
-    `connect_s`: the longest time for a new one.
+    `connect_s`: the longest time for a new one. `key`: the backends' API key, if they want one.
     """
 
-    def __init__(self, connect_s: float) -> None:
+    def __init__(self, connect_s: float, *, key: str = "") -> None:
+        """Raises ConfigError."""
+        if not (key.isascii() and key.isprintable()):
+            raise ConfigError("the backends' API key has other than printable ASCII characters")
         self._connect_s = connect_s
+        self.credentials = line(b"authorization", b"Bearer " + key.encode()) if key else None
         self._idle: dict[str, list[Backend]] = {}
 
     def take(self, address: str) -> Backend | None:
@@ -250,7 +255,9 @@ class Backends:
         while True:
             backend = self.take(address) or await self.connect(address)
             asked = _Fetch(most_nbytes)
-            backend.send(asked, f"GET {path} HTTP/1.1\r\nhost: {address}\r\n\r\n".encode())
+            own = b"" if self.credentials is None else self.credentials[2]
+            head = f"GET {path} HTTP/1.1\r\nhost: {address}\r\n".encode()
+            backend.send(asked, head + own + b"\r\n")
             was_fresh = backend.is_fresh
             try:
                 return await asked.done

@@ -16,9 +16,12 @@ HOP_BY_HOP: Final = frozenset(
         *(b"transfer-encoding", b"upgrade"),
     )
 )
+# Never of one hop, whatever Connection says: a body without its length would be read as the next message.
+KEPT: Final = frozenset((b"content-length", b"host"))
 OF_REQUESTS: Final = HOP_BY_HOP | {b"expect"}  # which is answered here
 WORKER: Final = b"x-mallee-worker"
 REASON: Final = b"x-mallee-reason"
+CREDENTIALS: Final = frozenset((b"authorization", b"x-api-key"))
 CHUNKED: Final = b"transfer-encoding: chunked\r\n"
 CLOSE: Final = b"connection: close\r\n"
 KEEP: Final = b"connection: keep-alive\r\n"
@@ -43,7 +46,7 @@ def end_to_end(lines: Iterable[Line], without: frozenset[bytes] = HOP_BY_HOP) ->
     """The lines that go on: not those about the connection, nor those that it names."""
     for name, value, _ in lines:
         if name == b"connection" and value.lower() not in (b"keep-alive", b"close"):
-            without = without.union(each.strip().lower() for each in value.split(b","))
+            without |= {each.strip().lower() for each in value.split(b",")} - KEPT
     return [raw for name, _, raw in lines if name not in without]
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import grpc
 import grpc.aio
@@ -23,6 +23,7 @@ from mallee.actors.front.picker.conversation import (
     Step,
     Wanted,
 )
+from mallee.actors.front.picker.counts import PickerCounts
 from mallee.actors.front.picker.messages import Destination, Passed, Piece
 from mallee.actors.front.picker.wire import (
     HEALTH,
@@ -49,26 +50,6 @@ LIVENESS: Final = "liveness"
 READINESS: Final = ("", "readiness", PROCESS)
 
 
-class Observer(Protocol):
-    """Counts of what happens."""
-
-    def decided(self, outcome: str, took_s: float) -> None:
-        """A request got its destination, or a refusal of this status."""
-        ...
-
-    def picked(self, num_blocks: int, overlap_blocks: int) -> None:
-        """So much of a prompt is on the endpoint that it goes to."""
-        ...
-
-    def served_elsewhere(self) -> None:
-        """The proxy had to take another endpoint."""
-        ...
-
-    def failed(self) -> None:
-        """A stream ended by a fault of ours."""
-        ...
-
-
 ReadPrompt = Callable[[dict[str, str], bytes], Prompt]
 
 
@@ -92,7 +73,7 @@ class PickerServer:
         self,
         placement: Placement,
         read_prompt: ReadPrompt,
-        observer: Observer,
+        counts: PickerCounts,
         limits: Limits,
         *,
         new_id: Callable[[], RequestId],
@@ -100,7 +81,7 @@ class PickerServer:
     ) -> None:
         self._placement = placement
         self._read_prompt = read_prompt
-        self._observer = observer
+        self._counts = counts
         self._limits = limits
         self._new_id = new_id
         self._is_ready = is_ready
@@ -167,14 +148,14 @@ class PickerServer:
                     if talk.is_answered:
                         limit.reschedule(asyncio.get_running_loop().time() + STREAM_S)
         except TimeoutError:
-            self._observer.failed()
+            self._counts.failed()
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the picker took too long")
         except CodecError as error:
-            self._observer.failed()
+            self._counts.failed()
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except Exception:  # event pump: one request's fault must not end the others
             log.exception("a request could not be placed; the proxy goes on its own")
-            self._observer.failed()
+            self._counts.failed()
             await context.abort(grpc.StatusCode.INTERNAL, "the picker failed")
         finally:
             self._placement.free(talk.request)
@@ -189,9 +170,9 @@ class PickerServer:
                 prompt = await asyncio.to_thread(read_prompt, wanted.headers, wanted.body)
         picked = self._placement.pick(request, prompt, wanted.subset)
         outcome = str(picked.status) if isinstance(picked, Refusal) else "picked"
-        self._observer.decided(outcome, time.perf_counter() - began)
+        self._counts.decided(outcome, time.perf_counter() - began)
         if isinstance(picked, Picked):
-            self._observer.picked(len(prompt.hashes), picked.overlap_blocks)
+            self._counts.picked(len(prompt.hashes), picked.overlap_blocks)
         return picked, prompt
 
     def _status(self, service: str) -> int | None:
@@ -268,7 +249,7 @@ class _Talk:
         if endpoint is None or self._took is None or self._prompt is None:
             return
         if endpoint != self._took.endpoints[0]:
-            self._server._observer.served_elsewhere()
+            self._server._counts.served_elsewhere()
             self._server._placement.served(self.request, self._prompt, endpoint)
 
 

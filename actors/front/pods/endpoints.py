@@ -46,11 +46,6 @@ OnEndpoints = Callable[[Sequence[Endpoint]], None]
 class EndpointSource(Protocol):
     """Tells of endpoints: all that there are, at each change."""
 
-    @property
-    def is_synced(self) -> bool:
-        """Whether it has told of them once."""
-        ...
-
     async def follow(self, on_endpoints: OnEndpoints) -> None:
         """Call `on_endpoints` with all endpoints, now and at each change, for ever."""
         ...
@@ -102,7 +97,6 @@ class ListedEndpoints:
         self._seen: tuple[int, int, int] | None = None
         self._found: dict[Target, tuple[str, ...]] = {}  # addresses of names
         self._targets = _targets(listed) if not isinstance(listed, Path) else self._read(listed)
-        self.is_synced = False
 
     async def follow(self, on_endpoints: OnEndpoints) -> None:
         told: tuple[Endpoint, ...] | None = None
@@ -116,7 +110,6 @@ class ListedEndpoints:
             if endpoints != told:
                 on_endpoints(endpoints)
                 told = endpoints
-            self.is_synced = True
             await asyncio.sleep(self._look_s)
             if self._path is None:
                 continue

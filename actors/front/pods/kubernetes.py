@@ -127,7 +127,6 @@ class PoolEndpoints:
         self._pods_limit: asyncio.Timeout | None = (
             None  # ends the watch of pods when others are selected
         )
-        self.is_synced = False
 
     async def follow(self, on_endpoints: OnEndpoints) -> None:
         async with self._client, asyncio.TaskGroup() as group:
@@ -187,7 +186,6 @@ class PoolEndpoints:
         listed, version = await self._list(self._pods_path, query)
         pods = {_uid(pod): pod for pod in listed}
         on_endpoints(endpoints_of(list(pods.values()), spec.ports))
-        self.is_synced = True
         async for kind, pod in self._watch(self._pods_path, query, version):
             if kind == "DELETED":
                 pods.pop(_uid(pod), None)

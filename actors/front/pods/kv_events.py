@@ -108,7 +108,7 @@ def decode_batch(raw: bytes) -> list[PodEvent]:
         if not isinstance(events, list) or len(events) > MAX_EVENTS:
             raise TypeError(f"no list of at most {MAX_EVENTS} events")
         return [_event(event) for event in events]
-    except (msgspec.DecodeError, KeyError, IndexError, TypeError, ValueError) as error:
+    except (LookupError, RecursionError, TypeError, ValueError) as error:
         raise CodecError(f"a message of {len(raw)} bytes has no KV events: {error!r}") from error
 
 

@@ -133,14 +133,14 @@ def read_metrics(text: str) -> PodReport:
 
 
 def _number(text: str) -> float | None:
-    """A value that can be counted with: finite and not negative."""
+    """A value that can be counted with: exact, and not negative."""
     try:
         value = float(text)
     except ValueError:
         return None
-    return value if 0.0 <= value < float("inf") else None
+    return value if 0.0 <= value < 1 << 53 else None
 
 
 def _count(text: str | None) -> int | None:
     """A positive number of a label; vLLM writes None where it has none."""
-    return int(text) if text and text.isascii() and text.isdigit() and int(text) > 0 else None
+    return int(text) if text and re.fullmatch("[1-9][0-9]{0,8}", text) else None

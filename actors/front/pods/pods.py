@@ -128,8 +128,7 @@ class _Pod:
 class Pods:
     """The endpoints that are followed. Belongs to one event loop.
 
-    `on_join(worker, incarnation)` is called for each new life, `on_gone(worker, requests)` for endpoints that
-    are no more, with what was booked there.
+    `on_join(worker, incarnation)` is called for each new life.
     """
 
     def __init__(
@@ -151,7 +150,7 @@ class Pods:
         self._on_join = on_join
         self._pods: dict[str, _Pod] = {}
         self.served = Served()
-        self._tried: set[str] = set()
+        self._awaited: set[str] | None = None  # those of the first list that were not asked yet
         self.tasks = Tasks("the pods of a picker")
 
     def start_up(self) -> None:
@@ -164,8 +163,8 @@ class Pods:
 
     @property
     def is_synced(self) -> bool:
-        """Whether each endpoint was asked once."""
-        return self._pods.keys() <= self._tried
+        """Whether each endpoint of the first list was asked once, or is gone."""
+        return self._awaited is not None and not self._awaited
 
     def views(self) -> list[PodView]:
         """All pods, in the order in which they came."""
@@ -192,17 +191,17 @@ class Pods:
         report, size = pod.report, self._limits.block_size
         if report is None or pod.failure:
             return Knowledge("blind", pod.failure)
-        if not report.is_vllm:
-            return Knowledge("predicted", "its /metrics are not vLLM's")
         if report.block_size not in (None, size):
             return Knowledge(
                 "predicted", f"its block size is {report.block_size}, the router's {size}"
             )
+        if pod.contents.is_whole:
+            return Knowledge("exact")
+        if not report.is_vllm:
+            return Knowledge("predicted", "its /metrics are not vLLM's")
         if self._context is None:
             return Knowledge("predicted", "without a tokenizer (model) KV events can't be used")
-        if pod.no_events or not pod.contents.is_whole:
-            return Knowledge("predicted", pod.no_events or pod.contents.why_incomplete)
-        return Knowledge("exact")
+        return Knowledge("predicted", pod.no_events or pod.contents.why_incomplete)
 
     @property
     def num_gaps(self) -> int:
@@ -234,6 +233,8 @@ class Pods:
             elif pod.endpoint != endpoint:
                 pod.endpoint = endpoint
                 self._renew(pod)
+        if self._awaited is None:
+            self._awaited = set(self._pods)
         self._serve()
 
     def _serve(self) -> None:
@@ -242,7 +243,7 @@ class Pods:
         adapters: set[str] = set()
         for pod in self._pods.values():
             adapters |= pod.contents.names.adapters | set(pod.models.adapters)
-            for name in (*pod.models.names, *pod.models.adapters):
+            for name in {*pod.models.names, *pod.models.adapters}:
                 by_name.setdefault(name, []).append(pod.worker)
         workers = {name: tuple(found) for name, found in by_name.items()}
         self.served = Served(frozenset(adapters), MappingProxyType(workers), len(self._pods))
@@ -263,7 +264,8 @@ class Pods:
 
     def _forget(self, address: str) -> None:
         pod = self._pods.pop(address)
-        self._tried.discard(address)
+        if self._awaited:
+            self._awaited.discard(address)
         for task in pod.tasks + pod.readers:
             self.tasks.cancel(task)
         for request in self._router.detach_worker(pod.worker, pod.contents.incarnation):
@@ -274,7 +276,8 @@ class Pods:
         while True:
             began = asyncio.get_running_loop().time()
             pod.failure = await self._ask(pod)
-            self._tried.add(pod.endpoint.address)
+            if self._awaited:
+                self._awaited.discard(pod.endpoint.address)
             if (knowledge := self.knowledge(pod)) != pod.knowledge:
                 pod.knowledge = knowledge
                 level = logging.WARNING if knowledge.state == "blind" else logging.INFO

@@ -20,7 +20,9 @@ MAX_QUEUED: Final = 10_000  # messages, in the socket
 MAX_NBYTES: Final = 64 << 20  # of a message
 _LOOK_S: Final = 0.5  # between two looks for a replay that is wanted, in silence
 MAX_RANKS: Final = 256  # of one pod
-_ENDPOINT: Final = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.]*\]|[^:/]+):(?P<port>[0-9]{1,5})")
+_ENDPOINT: Final = re.compile(
+    r"tcp://(?P<host>\[[0-9A-Fa-f:.]*\]|\*|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})"
+)
 _ANY_HOST: Final = ("*", "0.0.0.0", "[::]")  # noqa: S104
 _SEQ_NBYTES: Final = 8
 _END: Final = (-1).to_bytes(_SEQ_NBYTES, "big", signed=True)
@@ -93,6 +95,7 @@ class Subscriber:
             live.setsockopt(zmq.RCVHWM, MAX_QUEUED)
             live.setsockopt(zmq.MAXMSGSIZE, MAX_NBYTES)
             live.setsockopt(zmq.LINGER, 0)
+            live.setsockopt(zmq.IPV6, 1)
             live.subscribe(self._places.topic)
             live.connect(self._places.live)
             while True:
@@ -115,6 +118,7 @@ class Subscriber:
         assert self._places.replay is not None
         with self._context.socket(zmq.DEALER) as socket:
             socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.IPV6, 1)
             socket.setsockopt(zmq.MAXMSGSIZE, MAX_NBYTES)
             socket.connect(self._places.replay)
             start, is_complete = self._order.begin_replay(), False

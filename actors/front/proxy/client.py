@@ -19,7 +19,7 @@ from mallee.actors.front.http.messages import (
 )
 from mallee.actors.front.placement import Refusal
 from mallee.actors.front.proxy.exchange import Exchange, Relay, Request
-from mallee.actors.front.proxy.selection import RELEASE, SELECT, Selection, booking, named
+from mallee.actors.front.proxy.selection import RELEASE, SELECT, Selection
 from mallee.protocol.ids import RequestId
 
 MAX_HEAD_NBYTES: Final = 64 << 10
@@ -52,10 +52,12 @@ class Hub(Relay, Protocol):
 
     def new_id(self) -> RequestId: ...
 
-    def is_booked(self, name: RequestId) -> bool: ...
-
     def admit(self, request: Request) -> Refusal | None:
         """Whether the sender may ask."""
+        ...
+
+    def hand_over(self, request: Request) -> None:
+        """Put the backends' credentials in place of the router's."""
         ...
 
     def page(self, request: Request) -> Page | Refusal:
@@ -185,6 +187,10 @@ class ClientConnection(asyncio.Protocol):
             return Refusal(400, _BAD, "give one Host header")
         if b"transfer-encoding" in values and (b"content-length" in values or request.is_http10):
             return Refusal(400, _BAD, "the body's length is told in two ways")
+        if b"transfer-encoding" in values:
+            codings = [value for name, value, _ in request.lines if name == b"transfer-encoding"]
+            if any(each.lower() != b"chunked" for each in codings):
+                return Refusal(501, "not_implemented", "give no transfer coding but chunked")
         if request.method == b"CONNECT":
             return Refusal(501, "not_implemented", "CONNECT is not forwarded")
         if values.get(b"upgrade", b"").lower() == b"websocket":
@@ -235,7 +241,8 @@ class ClientConnection(asyncio.Protocol):
             if isinstance(waiting, Refusal):
                 self._answer_last(waiting)
             elif waiting.target.startswith(SELECT):
-                self._select(waiting)
+                self._exchange = Selection(self._hub, self, waiting, self._hub.new_id())
+                self._exchange.begin()
             elif waiting.target.startswith(OWN_PATHS):
                 self._hub.num_buffered -= len(waiting.body)
                 self._answer_own(waiting)
@@ -251,23 +258,9 @@ class ClientConnection(asyncio.Protocol):
                 self._transport.resume_reading()
 
     def _begin(self, request: Request) -> None:
+        self._hub.hand_over(request)
         self._exchange = Exchange(self._hub, self, request, self._hub.new_id())
         self._exchange.begin()
-
-    def _select(self, request: Request) -> None:
-        found = named(request.body)
-        self._exchange = Selection(
-            self._hub,
-            self,
-            request,
-            booking(found.request_id) if found and found.request_id else self._hub.new_id(),
-            found.request_id if found else None,
-        )
-        if found is None or self._hub.is_booked(self._exchange.id):
-            message = "give a JSON object, and a request_id that is not booked"
-            self.refuse(Refusal(400, _BAD, message))
-        else:
-            self._exchange.begin()
 
     def _answer_own(self, request: Request) -> None:
         page = self._hub.page(request)
@@ -318,7 +311,6 @@ class ClientConnection(asyncio.Protocol):
     def cut(self, *, is_framed: bool) -> None:
         self._over()
         self._is_closing = True
-        self._queue.clear()
         if is_framed:
             self._transport.close()
             return

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 TAIL_PIECES: Final = 4
 TAIL_NBYTES: Final = 4096  # of an answer, with the usage in it
 TOUCH_S: Final = 60.0  # between two signs of life of a long answer's booking
+RACE_S: Final = 1.0  # a request that was sent longer ago than this has been read
 RETRY_AFTER_S: Final = 1
 _OF_PROMPTS: Final = frozenset(name.encode() for name in (*SESSION_HEADERS, *OBJECTIVE_HEADERS))
 
@@ -311,11 +312,15 @@ class Exchange:
         backend, self._backend = self._backend, None
         if not self._is_waiting:
             self._broke(reason)
-        elif backend is not None and not backend.is_fresh:
-            # It was kept, and the backend ended it when the request was on its way.
+        elif backend is not None and not backend.is_fresh and self._may_be_unread:
             self._relay.front.tasks.spawn(self._connect(self._address))
         else:
             self._failed(reason)
+
+    @property
+    def _may_be_unread(self) -> bool:
+        """Whether the backend may have ended a kept connection while the request was on its way."""
+        return not self._head and self._relay.now < self._heard_at + RACE_S
 
     # From the client and the clock
 
@@ -348,10 +353,14 @@ class Exchange:
     # Ends
 
     def _may_retry(self) -> bool:
-        tried = {*self._tried, self._address}
-        if len(self._tried) >= self._relay.retries:
+        front, prompt = self._relay.front, self._prompt
+        if prompt is None or len(self._tried) >= self._relay.retries:
             return False
-        return any(view.worker not in tried for view in self._relay.front.router.workers())
+        ready = {view.worker for view in front.router.workers()}
+        served = front.pods.served.of(prompt.model)
+        return bool(
+            (ready if served is None else ready & {*served}) - {*self._tried, self._address}
+        )
 
     def _failed(self, reason: str) -> None:
         """Nothing of an answer, or of its rest, has come: try another backend."""

@@ -10,7 +10,7 @@ from typing import ClassVar, Final
 import msgspec
 
 from mallee.actors.front.front import Front
-from mallee.actors.front.http.messages import Page, value_of
+from mallee.actors.front.http.messages import CREDENTIALS, Page, value_of
 from mallee.actors.front.placement import Refusal
 from mallee.actors.front.proxy.client import ClientConnection
 from mallee.actors.front.proxy.config import ProxyConfig
@@ -20,7 +20,6 @@ from mallee.actors.front.proxy.selection import RELEASE, booking, named
 from mallee.actors.front.proxy.streams import Room
 from mallee.gateway.access.access import Access
 from mallee.protocol.errors import Unauthorized
-from mallee.protocol.ids import RequestId
 from mallee.runtime.addresses import listener
 from mallee.runtime.telemetry.families import CONTENT_TYPE, exposition
 
@@ -102,6 +101,14 @@ class Proxy(Front):
             return Refusal(error.status, error.code, error.message)
         return None
 
+    def hand_over(self, request: Request) -> None:
+        """Keep the router's keys from the backends, and show them their own."""
+        own = self.backends.credentials
+        if own is not None or self._access.has_keys:
+            request.lines = [each for each in request.lines if each[0] not in CREDENTIALS]
+        if own is not None:
+            request.lines.append(own)
+
     def page(self, request: Request) -> Page | Refusal:
         """A page of our own: those beside the health are an operator's."""
         path = request.target.partition(b"?")[0]
@@ -116,13 +123,12 @@ class Proxy(Front):
             return Page(200, b"".join(exposition(self.counts.registry, "")), CONTENT_TYPE.encode())
         if path == b"/router/backends":
             views = [view._asdict() | view.knowledge._asdict() for view in self.pods.views()]
+            for view in views:
+                del view["knowledge"]  # its fields stand beside the others
             return Page(200, msgspec.json.encode({"backends": views}))
         return Refusal(
             404, "not_found", "pages here: /router/health, /router/metrics, /router/backends"
         )
-
-    def is_booked(self, name: RequestId) -> bool:
-        return self.router.is_booked(name)
 
     def _release(self, raw: bytes) -> Page | Refusal:
         """End the booking of a selection."""

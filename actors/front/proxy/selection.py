@@ -10,9 +10,9 @@ from typing import Final
 import msgspec
 
 from mallee.actors.front.http.messages import Page, plain_answer
-from mallee.actors.front.placement import Picked
+from mallee.actors.front.placement import Picked, Refusal
 from mallee.actors.front.prompts import Prompt
-from mallee.actors.front.proxy.exchange import Client, Exchange, Relay, Request
+from mallee.actors.front.proxy.exchange import Exchange
 from mallee.protocol.ids import RequestId
 
 SELECT: Final = b"/v1/router/select"
@@ -41,7 +41,7 @@ def named(raw: bytes) -> Named | None:
     """None of a body that is no JSON, or names its booking wrongly."""
     try:
         found = msgspec.json.decode(raw, type=Named)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     is_sound = found.request_id is None or 0 < len(found.request_id) <= MAX_ID
     return found if is_sound else None
@@ -55,16 +55,26 @@ def booking(request_id: str) -> RequestId:
 class Selection(Exchange):
     """One decision. With a name its booking stays."""
 
-    def __init__(
-        self,
-        relay: Relay,
-        client: Client,
-        request: Request,
-        name: RequestId,
-        request_id: str | None,
-    ) -> None:
-        super().__init__(relay, client, request, name)
-        self._request_id = request_id
+    _request_id: str | None = None
+
+    def begin(self) -> None:
+        found = named(self.request.body)
+        if found is None:
+            self._refuse(Refusal(400, "bad_request", "give a JSON object; request_id is a text"))
+            return
+        self._request_id = found.request_id
+        super().begin()
+
+    def _placed(self, prompt: Prompt, began: float) -> None:
+        if self._request_id is not None:
+            # Only now, for another may have taken the name while the prompt was read.
+            name = booking(self._request_id)
+            if self._relay.front.router.is_booked(name):
+                message = f"request_id {self._request_id!r} is booked: release it, or give another"
+                self._refuse(Refusal(400, "bad_request", message))
+                return
+            self.id = name
+        super()._placed(prompt, began)
 
     @property
     def _path(self) -> str:

@@ -17,6 +17,7 @@ MOST_HELD_NBYTES: Final = 64 << 10  # of an event that is not whole
 DATA: Final = b"data:"
 DONE: Final = b"[DONE]"
 GAP: Final = b"\n\n"
+OTHER_GAP: Final = b"\r\n\r\n"  # of servers whose streams are passed on as they come
 DEFAULT_COMPLETION: Final = 16  # tokens, where max_tokens is absent: OpenAI's and vLLM's
 _LIMITS: Final = ("max_tokens", "max_completion_tokens")
 # What their answers need is not in the text that the client has.
@@ -97,6 +98,11 @@ class Stream:
         if self._held:
             data, self._held = self._held + data, b""
         elif self._kept is None and self.splice is None:
+            return data
+        if OTHER_GAP in data:
+            if self.splice is not None:
+                raise ValueError("its events end otherwise than those before")
+            self.forget()
             return data
         if not ends and not data.endswith(GAP):
             at = data.rfind(GAP) + len(GAP) if GAP in data else 0

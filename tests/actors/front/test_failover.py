@@ -313,6 +313,16 @@ def test_only_whole_events_go_on_and_all_bytes_in_the_end(
     assert room.num_kept == 0
 
 
+def test_events_that_end_otherwise_are_passed_on_as_they_come() -> None:
+    room = Room(1 << 20)
+    stream = Stream(room)
+    assert stream.take(b"data: a\r\n", ends=False) == b""
+    assert stream.take(b"\r\ndata: b\r\n\r\n", ends=False) == b"data: a\r\n\r\ndata: b\r\n\r\n"
+    assert stream.take(b"data: ", ends=False) == b"data: "
+    assert stream.lost() is None
+    assert room.num_kept == 0
+
+
 async def test_an_answer_that_is_no_stream_is_passed_on_as_it_comes(monkeypatch: Any) -> None:
     monkeypatch.setattr(streams, "MOST_HELD_NBYTES", 4)
 

@@ -53,8 +53,8 @@ async def test_ready_pods_of_the_pool_are_endpoints_at_each_of_its_ports() -> No
         for each in (pod("a", "10.0.0.1"), pod("b", "fd00::2"), pod("c", "10.0.0.3", ready=False)):
             api.objects[PODS][each["metadata"]["uid"]] = each
         api.objects[PODS]["d"] = pod("d", "10.0.0.4", labels="other")
-        async with following(api) as (source, seen):
-            await until(lambda: source.is_synced)
+        async with following(api) as (_, seen):
+            await until(lambda: bool(seen.endpoints))
             assert seen.ready == [
                 "10.0.0.1:8000",
                 "10.0.0.1:8001",
@@ -68,8 +68,8 @@ async def test_ready_pods_of_the_pool_are_endpoints_at_each_of_its_ports() -> No
 async def test_pods_that_come_change_and_go_and_other_selections_are_followed() -> None:
     async with FakeApi() as api:
         api.objects[POOLS]["pool"] = pool(80)
-        async with following(api) as (source, seen):
-            await until(lambda: source.is_synced and api.num_watchers(PODS) == 1)
+        async with following(api) as (_, seen):
+            await until(lambda: api.num_watchers(PODS) == 1)
             api.change("ADDED", PODS, pod("a", "10.0.0.1", ready=False))
             await until(lambda: seen.num_told == 2)
             assert seen.ready == []
@@ -124,8 +124,8 @@ async def test_the_token_is_read_for_each_request(tmp_path: Path) -> None:
     token.write_text("one\n")
     async with FakeApi() as api:
         api.objects[POOLS]["pool"] = pool(80)
-        async with following(api, token) as (source, _):
-            await until(lambda: source.is_synced and api.num_watchers(PODS) == 1)
+        async with following(api, token) as (_, __):
+            await until(lambda: api.num_watchers(PODS) == 1)
             assert api.tokens == {"one"}
             token.write_text("two")
             api.hang_up()
@@ -136,10 +136,10 @@ async def test_a_pool_that_is_not_there_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(kubernetes, "RETRY_S", (0.01, 0.05))
-    async with FakeApi() as api, following(api) as (source, seen):
+    async with FakeApi() as api, following(api) as (_, seen):
         await until(lambda: "no such InferencePool" in caplog.text)
         assert caplog.text.count("no such InferencePool") == 1
-        assert not source.is_synced
+        assert not seen.num_told
         api.objects[PODS]["a"] = pod("a", "10.0.0.1")
         api.objects[POOLS]["pool"] = pool(80)
         await until(lambda: seen.ready == ["10.0.0.1:80"])

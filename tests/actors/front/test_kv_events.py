@@ -416,6 +416,10 @@ def test_vllm_tells_where_it_publishes() -> None:
             '{"0": {"publisher": "zmq", "endpoint": "ipc:///a", "replay_endpoint": null}}',
             "ipc:///a",
         ),
+        (
+            '{"0": {"publisher": "zmq", "endpoint": "tcp://a b:5", "replay_endpoint": null}}',
+            "a b",
+        ),
     ],
 )
 def test_an_engine_without_events_has_a_reason(text: str, reason: str) -> None:
@@ -433,7 +437,9 @@ def test_the_oldest_blocks_go_beyond_the_bound() -> None:
     assert {h for h, _ in held} == {int(block_hashes([n] * SIZE, SIZE)[0]) for n in (7, 8, 9)}
 
 
-@pytest.mark.parametrize("raw", [b"", b"\xc1", b"\x90", b"\x93\x00\x01\x02", b"\x81\xa1a\x01"])
+@pytest.mark.parametrize(
+    "raw", [b"", b"\xc1", b"\x90", b"\x93\x00\x01\x02", b"\x81\xa1a\x01", b"\x91" * 3000]
+)
 def test_a_message_that_is_none_is_refused_and_counted(raw: bytes) -> None:
     with pytest.raises(CodecError, match="no KV events"):
         decode_batch(raw)

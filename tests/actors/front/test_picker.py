@@ -10,10 +10,14 @@ from typing import Any
 import grpc
 import httpx
 import pytest
+import zmq
+import zmq.asyncio
 
 from mallee.actors.front.front import Front
 from mallee.actors.front.picker.picker import Picker
 from mallee.actors.front.pods.endpoints import Endpoint
+from mallee.actors.front.pods.event_order import Arrival, EventOrder
+from mallee.actors.front.pods.subscriber import EventPlaces, Subscriber
 from mallee.protocol.errors import ConfigError
 from mallee.runtime.addresses import free_port
 from mallee.runtime.tasks import Tasks
@@ -49,6 +53,23 @@ async def test_a_prompt_goes_where_its_beginning_is_and_others_elsewhere() -> No
         assert len({a[0] for a in first}) == 3
         assert all(set(a) == {pod.address for pod in found} for a in first), "two to fall back on"
         await until(lambda: picker.router.stats().booked_requests == 0)
+
+
+async def test_events_are_read_where_addresses_are_of_ipv6() -> None:
+    taken: list[Arrival] = []
+    with zmq.asyncio.Context() as context, context.socket(zmq.PUB) as publisher:
+        publisher.setsockopt(zmq.IPV6, 1)
+        port = publisher.bind_to_random_port("tcp://[::1]")
+        places = EventPlaces(live=f"tcp://[::1]:{port}", replay=None, topic="")
+        order = EventOrder(can_replay=False)
+        task = asyncio.create_task(Subscriber(context, places, order, taken.append).run())
+        async with asyncio.timeout(10):
+            while not taken:
+                await publisher.send_multipart([b"", bytes(8), b"batch"])
+                await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    assert taken[0].batches == (b"batch",)
 
 
 async def test_only_the_subset_is_picked_from() -> None:

@@ -6,13 +6,19 @@ from pathlib import Path
 
 import pytest
 
+from mallee.actors.front.http.backends import Backends
 from mallee.actors.front.pods.endpoints import (
     Endpoint,
     ListedEndpoints,
     checked_target,
 )
+from mallee.actors.front.pods.kv_events import PodContents
 from mallee.actors.front.pods.metrics import NO_REPORT, read_metrics
+from mallee.actors.front.pods.pods import PodLimits, Pods, _Pod
 from mallee.protocol.errors import ConfigError
+from mallee.router.config import RouterConfig
+from mallee.router.router import Router
+from mallee.testing.vllm_pod import encode_batch
 from support.waiting import elapse, until
 
 PAGE = """\
@@ -57,6 +63,9 @@ def test_what_a_pod_does_not_say_is_not_made_up() -> None:
     assert read_metrics("go_goroutines 7\n") == NO_REPORT
     nonsense = "vllm:num_requests_waiting NaN\nvllm:num_requests_waiting -3\n{}{}{}\n"
     assert read_metrics(nonsense) == NO_REPORT
+    huge = "vllm:num_requests_running 1e308\n" * 2
+    huge += f'vllm:cache_config_info{{num_gpu_blocks="{"9" * 5000}"}} 1\n'
+    assert read_metrics(huge) == NO_REPORT
 
 
 @pytest.mark.parametrize(
@@ -72,6 +81,18 @@ def test_addresses_are_host_and_port_and_others_are_refused_by_name(address: obj
         checked_target(address)
     with pytest.raises(ConfigError):
         ListedEndpoints([address])  # type: ignore[list-item]
+
+
+def test_an_engine_whose_metrics_are_not_vllms_is_known_by_its_events() -> None:
+    """As SGLang's: the state that is shown is the one that is routed by."""
+    limits = PodLimits(16, 64, 4, 1.0, events_port=None, replay_port=None, topic="")
+    router = Router(RouterConfig(), clock=lambda: 0.0)
+    found = Pods(router, Backends(1.0), None, limits, max_pods=1, on_join=lambda *_: None)
+    pod = _Pod(Endpoint("a:1"), PodContents(16, max_blocks=9), NO_REPORT, failure="")
+    order = pod.contents.follow(0, can_replay=False)
+    assert found.knowledge(pod) == ("predicted", "its /metrics are not vLLM's")
+    pod.contents.take(order.on_live(0, encode_batch([], is_positional=False)))
+    assert found.knowledge(pod) == ("exact", "")
 
 
 async def test_a_file_of_endpoints_is_followed_and_a_broken_one_changes_nothing(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mallee.actors.front.http.backends import Backend as BackendConnection
 from mallee.actors.front.http.backends import Backends
-from mallee.actors.front.pods.endpoints import ListedEndpoints
+from mallee.actors.front.pods.endpoints import Endpoint, ListedEndpoints
 from mallee.actors.front.proxy.config import ProxyConfig
 from mallee.actors.front.proxy.proxy import Proxy
 from mallee.gateway.access.keys import new_key
@@ -111,6 +111,29 @@ async def test_bytes_are_those_of_the_backend_and_of_the_client(raw: bytes) -> N
             assert seen.value("x-mallee-worker") == backend.address
             here, there = backend.received[-2:]
             assert here == there
+
+
+@pytest.mark.parametrize("named", ["content-length", "Host, Content-Length", "close, host"])
+async def test_a_connection_line_takes_no_length_from_a_message(named: str) -> None:
+    """A body without its length would be the next request, or the next answer."""
+    line = f"Connection: {named}"
+    raw = f"HTTP/1.1 200 OK\r\n{line}\r\nContent-Length: 2\r\n\r\n{{}}".encode()
+    async with Backend(answer(raw)) as backend, routed([backend]) as proxy:
+        async with wire(proxy.port) as client:
+            body = b"GET /smuggled HTTP/1.1\r\nHost: r\r\n\r\n"
+            assert (await client.ask(post(body, line))).body == b"{}"
+        (request,) = backend.received
+        assert request.body == body
+        assert b"Host: router" in request.lines
+
+
+async def test_bodies_nested_deeper_than_can_be_read_are_the_backends_to_refuse() -> None:
+    deep = b'{"messages":' + b"[" * 3000 + b"]" * 3000 + b"}"
+    async with Backend() as backend, routed([backend]) as proxy, wire(proxy.port) as client:
+        assert (await client.ask(post(deep))).status == 200
+        assert backend.received[0].body == deep
+        assert (await client.ask(post(deep, path="/v1/router/select"))).status == 400
+        assert (await client.ask(post(deep, path="/v1/router/release"))).status == 400
 
 
 async def test_gzipped_and_chunked_requests_arrive_whole() -> None:
@@ -329,6 +352,7 @@ async def test_an_answer_that_breaks_is_cut_and_not_asked_for_again(
     async with Backend(script) as a, Backend(script) as b, routed([a, b]) as proxy:
         async with wire(proxy.port) as client:
             message = post(b"{}").replace(b"HTTP/1.1", b"HTTP/" + version)
+            message += post(b"{}")  # one that waits for its turn
             with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError)):
                 await client.ask(message)
         assert len(a.received) + len(b.received) == 1
@@ -346,6 +370,27 @@ async def test_a_connection_that_the_backend_ended_meanwhile_is_no_failure() -> 
                 for writer in list(backend._writers):
                     writer.transport.abort()
         assert proxy.counts.registry.get_sample_value("mallee_router_retries_total") == 0
+
+
+@pytest.mark.parametrize("begun", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n"])
+async def test_a_backend_that_has_read_a_request_is_not_asked_again(begun: bytes) -> None:
+    """It has begun to answer, or has had the time to."""
+    async with Backend() as backend, routed([backend], scrape_s=30) as proxy:
+        async with wire(proxy.port) as client:
+            await client.ask(post(b"{}"))
+
+            async def script(_: Backend, __: Received, writer: asyncio.StreamWriter) -> None:
+                (connection,) = proxy.connections
+                assert connection._exchange is not None
+                if not begun:
+                    connection._exchange._heard_at -= 2
+                writer.write(begun)
+                await writer.drain()
+                raise ConnectionError
+
+            backend.script = script
+            assert (await client.ask(post(b"{}"))).status == 502
+        assert len(backend.received) == 2
 
 
 async def test_a_slow_client_holds_its_backend_back() -> None:
@@ -392,6 +437,10 @@ async def test_a_slow_client_holds_its_backend_back() -> None:
         (b"GET / HTTP/1.1\r\n\r\n", 400),
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400),
+        (
+            b"POST / HTTP/1.1\r\nHost: r\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
+            501,
+        ),
         (b"CONNECT a:1 HTTP/1.1\r\nHost: r\r\n\r\n", 501),
         (
             b"GET / HTTP/1.1\r\nHost: r\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n",
@@ -478,6 +527,7 @@ async def test_keys_are_asked_for_before_anything_is_forwarded(
             async with wire(proxy.port) as client:
                 assert (await client.ask(post(b"{}", *lines))).status == status
         assert len(backend.received) == 2
+        assert user.token.encode() not in b"".join(each.head for each in backend.received)
         async with wire(proxy.port) as client:
             assert (
                 await client.ask(b"GET /router/health HTTP/1.1\r\nHost: r\r\n\r\n")
@@ -489,6 +539,23 @@ async def test_keys_are_asked_for_before_anything_is_forwarded(
     with pytest.raises(ConfigError, match="listens beyond this machine"):
         async with Proxy(ProxyConfig(listen="0.0.0.0:0", endpoints=("127.0.0.1:1",))):
             pass
+
+
+async def test_backends_are_shown_their_own_key_and_not_the_clients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("MALLEE_API_KEY", raising=False)
+    monkeypatch.setenv("MALLEE_BACKENDS_API_KEY", "theirs")
+    async with Backend(models=models("m")) as backend:
+        backend.key = b"theirs"
+        async with routed([backend]) as proxy, wire(proxy.port) as client:
+            assert proxy.pods.served.workers.keys() == {"m"}
+            found = await client.ask(post(b"{}", "Authorization: Bearer sk-1", "x-api-key: sk-2"))
+            assert found.status == 200
+            assert b"sk-" not in backend.received[0].head
+    monkeypatch.setenv("MALLEE_BACKENDS_API_KEY", "a\r\nb: c")
+    with pytest.raises(ConfigError, match="printable"):
+        Proxy(ProxyConfig(endpoints=("127.0.0.1:1",)))
 
 
 async def test_requests_under_way_end_before_the_router_does() -> None:
@@ -532,6 +599,25 @@ async def test_a_request_goes_to_the_backends_that_serve_its_model() -> None:
                 assert found.value("x-mallee-worker") in [each.address for each in served]
         assert proxy.pods.served.adapters == {"lora"}
         assert {view.max_model_len for view in proxy.pods.views()} == {4096}
+
+
+async def test_a_model_that_one_backend_serves_is_refused_in_its_own_words() -> None:
+    busy = answer(b"HTTP/1.1 503 Busy\r\nContent-Length: 3\r\n\r\nown")
+    async with (
+        Backend(busy, models=models("a", "a")) as a,
+        Backend(models=models("b")) as b,
+        routed([a, b]) as proxy,
+        wire(proxy.port) as client,
+    ):
+        found = await client.ask(post(b'{"model": "a"}'))
+        assert (found.status, found.body) == (503, b"own")
+        assert not b.received
+
+
+async def test_a_backend_that_joins_takes_no_readiness() -> None:
+    async with Backend() as backend, routed([backend]) as proxy:
+        proxy.pods.update([Endpoint(backend.address), Endpoint("127.0.0.1:1")])
+        assert proxy.is_ready
 
 
 async def test_the_ground_of_each_decision_is_told() -> None:
@@ -657,6 +743,15 @@ async def test_a_decision_alone_is_told_and_booked_until_it_is_released() -> Non
         assert (await ask("select", messages=long))[0] == 200
         for wrong in ({}, {"request_id": 7}, {"request_id": ""}):
             assert (await ask("release", **wrong))[0] == 400
+        async with wire(proxy.port) as other:
+            same = post(
+                json.dumps({"messages": long, "request_id": "r2"}).encode(),
+                path="/v1/router/select",
+            )
+            found = await asyncio.gather(client.ask(same), other.ask(same))
+            assert sorted(each.status for each in found) == [200, 400]
+        assert proxy.router.stats().booked_requests == 1
+        assert await ask("release", request_id="r2") == (200, {"released": True})
         assert not a.received
         assert not b.received
 

@@ -305,6 +305,16 @@ def test_room_is_left_anew_to_those_that_wait_when_others_come() -> None:
     assert waiting.elsewhere.yields_until == math.inf
 
 
+def test_where_none_may_wait_nobody_is_refused_for_those_that_wait_elsewhere() -> None:
+    """There is room, which those that wait can not take."""
+    fleet = Fleet(1, [], {}, rows=1)
+    waiting = fleet.gateways[0].waiting
+    waiting.queue.config = AdmissionConfig(max_waiting=0)
+    waiting.elsewhere.queued_elsewhere("g1", "big", 0, waits=True)
+    fleet.ask(Crowd("a", {}), 0)
+    assert len(fleet.gateways[0].open) == 1
+
+
 def test_what_others_say_costs_no_placement_while_there_is_no_room() -> None:
     fleet = Fleet(2, [], {}, rows=1)
     one = fleet.gateways[0]
