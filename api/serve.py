@@ -132,6 +132,8 @@ class Server:
         plan: Plan,
         answer_format: AnswerFormat,
         keeper: Keeper | None = None,
+        *,
+        is_admitted: bool = False,
     ) -> Response:
         """The whole answer, or a stream whose first delta is there: failures before it are raised.
 
@@ -139,9 +141,8 @@ class Server:
         """
         caller = caller_of(request)
         warn_of_tools(request, plan)
-        if caller.visit is not UNLIMITED:
-            await caller.visit.ready(**plan.needs)
-            caller.visit.begin(plan.num_choices, plan.prompt_tokens)
+        if not is_admitted:
+            await self.admit(caller, plan)
         prepare_s = age_s(request)
         if plan.returns_ids:
             plan = await unless_gone(request.receive, self.with_prefix(plan))
@@ -157,6 +158,12 @@ class Server:
         events = self._events(first, text, usage, plan, writer, keeper)
         headers = _worker_header(map(_WORKER, text.streams), caller)
         return EventStream(events, text.aclose, headers, idle=writer.idle)
+
+    async def admit(self, caller: Caller, plan: Plan) -> None:
+        """Count the request in the use of its key. Raises QuotaExceeded, QuotaTooSmall, StoreAway."""
+        if caller.visit is not UNLIMITED:
+            await caller.visit.ready(**plan.needs)
+            caller.visit.begin(plan.num_choices, plan.prompt_tokens)
 
     async def with_prefix(self, plan: Plan) -> Plan:
         """With the tokens of its capsule, if it goes on from one. Raises UnknownText."""

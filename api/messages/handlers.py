@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from mallee.api.chat.reading import ChatReader
 from mallee.api.entry.asking import Asked, Asking
+from mallee.api.entry.middleware import caller_of
 from mallee.api.grammars import read_output_format
 from mallee.api.jobs import JobMaker, Plan
 from mallee.api.messages.answers import MessageFormat
@@ -99,12 +100,18 @@ class MessagesHandlers:
 
         gateway = self._server.gateway
         can_fork = previous is not None and await has_capsule_after(gateway, previous, scope)
+        is_admitted = False
         while True:
             plan = partial(self._turn, previous=previous, has_capsule=can_fork)
             planned, shape = await self._asking.make(request, asked, plan)
+            if not is_admitted:  # once: what is tried again is the same request
+                await self._server.admit(caller_of(request), planned.plan)
+                is_admitted = True
             keeper = ThreadKeeper(self._threads, scope, planned)
             try:
-                return await self._server.answer(request, planned.plan, shape, keeper)
+                return await self._server.answer(
+                    request, planned.plan, shape, keeper, is_admitted=True
+                )
             except (NotFound, LookupIncomplete, PeerSilent, StoreAway, CapsuleStale):
                 if not can_fork:
                     raise

@@ -49,11 +49,8 @@ class Visit:
         return Visit(self._use)
 
     def begin(self, branches: int, tokens: int) -> None:
-        """Count a prompt of so many tokens, and its branches. Raises QuotaExceeded, QuotaTooSmall.
-
-        Once: what is tried again, since a capsule went, is the same request.
-        """
-        if self._use is not None and not self._num_branches:
+        """Count a prompt of so many tokens, and its branches. Raises QuotaExceeded, QuotaTooSmall."""
+        if self._use is not None:
             self._use.add_branches(branches)
             self._num_branches += branches
             self._use.charge_prompt(tokens)

@@ -22,6 +22,7 @@ from mallee.protocol.messages import (
     ReasoningBudget,
     RetainSpan,
 )
+from mallee.router.dispatch import dispatcher
 from mallee.router.dispatch.jobs import ForkJob, GenerateJob, PrefillJob
 from mallee.router.dispatch.texts import NO_TOKENS
 from support.model_fleet import BLOCK, ModelFleet, address_of
@@ -88,4 +89,13 @@ def test_a_fleet_refuses_what_its_engines_lack() -> None:
         submit(RequestId("s"), ForkJob("c.0", [NO_TOKENS], LIMITS, resumes=True))
     assert not fleet.dispatcher.is_busy(worker.name)
     submit(RequestId("t"), GenerateJob(prompt, LIMITS))
+    assert fleet.dispatcher.is_busy(worker.name)
+
+
+def test_a_fleet_that_lacks_nothing_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check costs requests to our own engines no call."""
+    monkeypatch.setattr(dispatcher, "needs", None)
+    fleet = ModelFleet()
+    worker = fleet.join("w0")
+    fleet.dispatcher.submit(RequestId("r"), GenerateJob(as_tokens([1, 2, 3]), LIMITS, n=2))
     assert fleet.dispatcher.is_busy(worker.name)
