@@ -45,7 +45,7 @@ def numbers(text: str) -> list[int]:
 
 SAYS: dict[str, Any] = {
     "Best of 8 with a verifier": lambda out, _: 0 <= float(out.split()[0]) <= 1,
-    'ReAct, forked at "Observation:"': lambda out, _: numbers(out)[0] > 100,
+    'ReAct, forked at "Observation:"': lambda out, _: numbers(out)[0] > 60,
     "A tree of thoughts, with both clients": lambda out, _: out[: len(out) // 2] * 2 == out,
     "A response, forked three ways": lambda out, _: min(numbers(out)[:3]) > 30,
     "Tools, described once": lambda out, _: min(numbers(out)) > 100,

@@ -59,7 +59,7 @@ async def cut_answer(client: AsyncMallee, **options: Any) -> tuple[Any, str, str
     given = {"max_tokens": 64, "ignore_eos": True, **options}
     stream = client.stream(PROMPT, **given)
     capsule = None
-    async for event in stream:
+    async for event in stream.events():
         if capsule is None and len(stream.branches[event.index].text) > 10:
             capsule = await stream.branches[0].capture(ttl_s=600)
     assert capsule is not None

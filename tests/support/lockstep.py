@@ -9,7 +9,7 @@ import asyncio
 import heapq
 import random
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
@@ -264,6 +264,7 @@ class LiveGateway:
         self.links: dict[Incarnation, SimLink] = {}
         self.names: deque[str] = deque()  # of the requests to come
         self.unwanted: deque[CapsuleId] = deque()  # capsules that no request will fork
+        self._has_more = False  # something was answered in the midst of carrying out
 
     async def open(self, hub: LocalHub) -> None:
         world, clock = self._world, self._world.clock
@@ -283,8 +284,13 @@ class LiveGateway:
             room = self.service.shell.room
             self.bookings = SimBookings(self.router, self.name, clock, room)
             peers._bookings = self.bookings  # type: ignore[assignment]
-        self._carry_out = self.service.shell.carry_out
-        self.service.shell.carry_out = self._carry_out_and_more  # type: ignore[method-assign]
+        shell = self.service.shell
+        self._carry_out = shell.carry_out
+        shell.carry_out = self._carry_out_and_more  # type: ignore[method-assign]
+        # As a replay, where nobody else releases capsules and none is durable. What asks the store has its
+        # answer only when the engine has begun its next step, at the same time.
+        shell._confirm = self._confirmed  # type: ignore[method-assign]
+        shell._secure = self._secured  # type: ignore[method-assign]
         await self.service.start_up()
         dispatcher = self.service.shell.dispatcher
         dispatcher._waiting._recheck_s = None  # all room is announced, as in a replay
@@ -317,10 +323,25 @@ class LiveGateway:
     def _carry_out_and_more(self) -> None:
         """Carry out, then release capsules and tell the other gateways, before the next step as a replay."""
         self._carry_out()
+        while self._has_more:
+            self._has_more = False
+            self._carry_out()
         while self.unwanted:
             self._release(self.unwanted.popleft())
         if self.router.outbox:
             self._world.tell_bookings(self)
+
+    def _confirmed(self, missing: Missing) -> Coroutine[Any, Any, None]:
+        self.service.shell.dispatcher.confirm(missing.capsule, None)
+        self._has_more = True
+        return asyncio.sleep(0)
+
+    def _secured(
+        self, capsule: CapsuleId, source: WorkerId, _: WorkerId
+    ) -> Coroutine[Any, Any, None]:
+        self.service.shell.dispatcher.secured(source, capsule)
+        self._has_more = True
+        return asyncio.sleep(0)
 
     def _release(self, capsule: CapsuleId) -> None:
         """As a replay does it: at once. Over HTTP the worker is asked, and answers."""
@@ -385,7 +406,12 @@ class LiveWorld:
             self.loop.play(act, subject)
             for gateway in self.gateways:
                 gateway.service.check()
-        self.loop.run_until_complete(self._close())
+        closing = self.loop.create_task(self._close())
+        self.loop.play(lambda _: None, None)
+        while not closing.done():  # writes to the store may wait to be tried again
+            self.clock.now, _, act, subject = heapq.heappop(self.clock._due)
+            self.loop.play(act, subject)
+        closing.result()
         self.loop.close()
 
     async def _open(self) -> None:

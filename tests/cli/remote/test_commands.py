@@ -122,7 +122,7 @@ async def test_the_fleet_is_shown_once_and_as_json(stack: Stack) -> None:
     def talk(url: str, client: Mallee) -> None:
         client.prefill("a tree of many trunks")
         shown = run("top", "--url", url, "--once").stdout.splitlines()
-        assert shown[0] == "mallee ok  gateway g0, broker up, 2 workers"
+        assert shown[0] == "mallee ok  gateway g0, broker up, store up, 2 workers"
         assert shown[1].startswith("waiting 0  capsules 1")
         assert [line.split()[:2] for line in shown[3:]] == [["w0", "ready"], ["w1", "ready"]]
         assert all(len(line.rstrip()) <= 80 for line in shown)

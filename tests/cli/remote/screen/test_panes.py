@@ -86,7 +86,7 @@ async def test_workers_are_shown_below_the_state_of_the_service() -> None:
     async with opened(script()) as (app, pilot, _):
         lines = await shown(app, pilot, has("███░░░░░░░  30%", "answers/s"))
     assert [line for line in lines if line] == [
-        " mallee ok  gateway g0, broker up, 2 workers",
+        " mallee ok  gateway g0, broker up, store up, 2 workers",
         " waiting 2  capsules 7  output tokens/s 0  prompt tokens/s 0  answers/s 0",
         " 1 workers  2 cache  3 load  4 requests",
         "╸━━━━━━━━━╺" + "━" * 85,
