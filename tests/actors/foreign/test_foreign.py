@@ -98,7 +98,7 @@ async def test_choices_draw_streams_of_their_own_and_the_same_again() -> None:
 
 
 async def test_cold_prompts_that_begin_alike_are_computed_once() -> None:
-    """Ten at once, of five texts behind 32 tokens that they share."""
+    """X20, part: ten at once, of five texts behind 32 tokens that they share."""
     async with api() as (client, fleet):
         prompts = [PROMPT[:32] + [80 + i % 5] * 8 for i in range(10)]
         answers = await asyncio.gather(*(complete(client, prompt=each) for each in prompts))
@@ -145,7 +145,7 @@ async def test_a_request_that_is_given_up_is_aborted() -> None:
 @pytest.mark.parametrize("how", ["dies", "is lost", "hangs", "drains"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 async def test_an_answer_goes_on_elsewhere_when_its_engine(how: str, temperature: float) -> None:
-    """Greedy, it is that of an undisturbed run; sampled, it goes on from what was told, and says so."""
+    """X20, part: an undisturbed run's if greedy; sampled, it goes on from what was told, and says so."""
     async with api(2, step_s=0.02) as (client, fleet):
         asked = {"prompt": PROMPT, "max_tokens": 60, "temperature": temperature, "seed": 3}
         whole = (await complete(client, **asked))["choices"][0]["text"]

@@ -95,6 +95,7 @@ async def fleet(num: int = 3, **settings: Any) -> AsyncIterator[Fleet]:
 
 @pytest.mark.parametrize("name", FORMS)
 async def test_a_stream_broken_at_any_byte_is_that_of_an_undisturbed_backend(name: str) -> None:
+    """X20, part, X27, part: the text, the ids and the usage."""
     path, form = FORMS[name]
     form = form | {"max_tokens": 2}
     async with fleet() as pods:

@@ -92,7 +92,7 @@ ANSWERS = [
 
 @pytest.mark.parametrize("raw", ANSWERS)
 async def test_bytes_are_those_of_the_backend_and_of_the_client(raw: bytes) -> None:
-    """As sent there directly: heads but for what is of one hop, bodies, statuses, repeated lines."""
+    """X27, part: as sent there directly: heads but what is of one hop, bodies, statuses, repeated lines."""
     async with (
         Backend(answer(raw)) as backend,
         routed([backend]) as proxy,

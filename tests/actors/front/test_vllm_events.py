@@ -7,7 +7,7 @@ from support.vllm_driving import SETUPS, Held, Mirror, load
 
 @pytest.mark.parametrize("name", SETUPS)
 def test_the_index_equals_what_a_recorded_vllm_held(name: str) -> None:
-    """Evictions, copies of the same block, resets of the cache and a crash; in each setup of vLLM.
+    """X20, part: evictions, copies of the same block, resets of the cache and a crash; in each setup of vLLM.
 
     Promised hits equal vLLM's `cached_tokens` in 99 % of the requests: vLLM tells of a reset with the
     next request only.
