@@ -31,7 +31,7 @@ from mallee.actors.kv_transfer.server import KvServer
 from mallee.actors.secret import build_ids, check_kept
 from mallee.gateway.access.scopes import Scopes
 from mallee.protocol.errors import ConfigError, MalleeError, StorageError
-from mallee.protocol.events import LendingUse
+from mallee.protocol.events import LendingUse, Load, MemoryUse
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.model import ModelSpec, WeightVersion
 from mallee.runtime.addresses import socket_path
@@ -594,6 +594,32 @@ class WorkerProcess:
             await asyncio.to_thread(self.host.tracing.close)
 
 
+def build_host(
+    config: AppConfig,
+    name: str,
+    bus: Bus,
+    *,
+    address: str = "",
+    tracing: Tracing | None = None,
+    device: str = "",
+    measure_memory: Callable[[Load | None], MemoryUse | None] = lambda load: None,
+) -> Host:
+    """The host of a process's workers, with the settings that are the same for every kind of engine."""
+    return Host(
+        name,
+        bus,
+        address=address,
+        fleet=config.fleet,
+        clock=time.monotonic,
+        lease_period_s=config.lease_interval_s,
+        max_step_s=config.engine.max_step_s,
+        drain_s=config.drain_s,
+        tracing=tracing,
+        device=device,
+        measure_memory=measure_memory,
+    )
+
+
 def build_link_listener(config: AppConfig, node: str, *servers: Server) -> Listener:
     """The listener of a process on machine `node`, at no address yet. Raises ConfigError."""
     files = tls_files(config)
@@ -649,14 +675,10 @@ async def build_worker(
     engine = await asyncio.to_thread(make_engine, config, forward, worker, incarnation, around)
     num_blocks = engine.stats().pool.total  # less than the forward's, if some are guards
     bus = NatsBus(broker, fleet=config.fleet, name=f"mallee-{worker}")
-    host = Host(
+    host = build_host(
+        config,
         worker,
         bus,
-        fleet=config.fleet,
-        clock=time.monotonic,
-        lease_period_s=config.lease_interval_s,
-        max_step_s=config.engine.max_step_s,
-        drain_s=config.drain_s,
         tracing=open_tracing("worker", worker),
         device=place.device,
         measure_memory=lambda load: memory_use(forward.memory_stats(), load),

@@ -26,7 +26,7 @@ REMEDIES: Final[dict[Capability, str]] = {
     "grammar_state": "an answer can't go on inside a constrained text; ask for it anew",
     "loans": "state of another process can't be taken in; send the prompt's text",
 }
-"""What is not there without the ability, and what to do instead."""
+"""The loss without each ability, and the remedy."""
 
 
 def needs(work: Any) -> frozenset[Capability]:

@@ -1,11 +1,11 @@
 """A process with one worker whose engine is not ours, put together."""
 
 import asyncio
-import time
 from typing import get_args
 
 from mallee.actors.build import (
     WorkerProcess,
+    build_host,
     build_link_listener,
     build_scraped,
 )
@@ -81,17 +81,8 @@ async def build_foreign_worker(
 
     engine = await asyncio.to_thread(start_engine, config)
     bus = NatsBus(broker, fleet=config.fleet, name=f"mallee-{worker}")
-    host = Host(
-        worker,
-        bus,
-        fleet=config.fleet,
-        clock=time.monotonic,
-        lease_period_s=config.lease_interval_s,
-        max_step_s=config.engine.max_step_s,
-        drain_s=config.drain_s,
-        tracing=open_tracing("worker", worker),
-        device=device,
-    )
+    tracing = open_tracing("worker", worker)
+    host = build_host(config, worker, bus, tracing=tracing, device=device)
     runner = add_foreign(
         host,
         engine,

@@ -9,6 +9,7 @@ import os
 import secrets
 import socket
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from importlib.util import find_spec
@@ -44,7 +45,7 @@ COUNT_S: Final = 0.5  # between two counts for the metrics
 _NAME_CHARS: Final = 32
 
 
-class Front:
+class Front(ABC):
     """The parts that every shell has. Belongs to one event loop; use as an asynchronous context manager.
 
     Any number of them share a pool: with a broker they count each other's requests, without each counts
@@ -169,13 +170,13 @@ class Front:
         if self._context is not None:
             self._context.destroy(linger=0)
 
+    @abstractmethod
     async def _open(self) -> None:
         """Listen for requests. Raises ConfigError."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def _shut(self, drain_s: float) -> None:
         """Take no new requests, and let those under way end for so long."""
-        raise NotImplementedError
 
     async def _start(self) -> None:
         config = self._front_config

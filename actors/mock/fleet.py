@@ -13,6 +13,7 @@ from msgspec import structs
 
 from mallee.actors.build import (
     WorkerProcess,
+    build_host,
     build_link_listener,
     build_scraped,
     engine_config,
@@ -20,7 +21,6 @@ from mallee.actors.build import (
     served_name,
 )
 from mallee.actors.hosting.engine import identity_of
-from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.worker import Capacity, Worker
 from mallee.actors.mock.device import LiveDevice
 from mallee.actors.mock.pacer import Pacer
@@ -242,17 +242,7 @@ class MockFleet:
     ) -> None:
         config = plan.config
         self.plan = plan
-        self.host = Host(
-            name,
-            bus,
-            address=address,
-            fleet=config.fleet,
-            clock=time.monotonic,
-            lease_period_s=config.lease_interval_s,
-            max_step_s=config.engine.max_step_s,
-            drain_s=config.drain_s,
-            tracing=tracing,
-        )
+        self.host = build_host(config, name, bus, address=address, tracing=tracing)
         self.host.administer = self._administer
         self._pacer = Pacer(time.monotonic)
         self._devices: list[LiveDevice] = []

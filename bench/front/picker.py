@@ -22,7 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -267,25 +267,31 @@ def cpu_s(pid: int) -> float:
     return float(times.user + times.system)
 
 
+@contextlib.contextmanager
+def pods_beside(num: int) -> Iterator[tuple[Any, Connection]]:
+    """So many pods in a process of their own: what it says of them, and the pipe to it."""
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")
+    here, there = multiprocessing.Pipe()
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=pods_process, args=(there, num), daemon=True)
+    process.start()
+    there.close()
+    try:
+        yield here.recv(), here
+    finally:
+        here.close()
+        process.join(timeout=5)
+        process.kill()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--pods", type=int, default=4)
     parser.add_argument("--conversations", type=int, default=30)
     args = parser.parse_args()
-    os.environ.setdefault("PYTHONWARNINGS", "ignore")
-    here, there = multiprocessing.Pipe()
-    context = multiprocessing.get_context("spawn")
-    process = context.Process(target=pods_process, args=(there, args.pods), daemon=True)
-    process.start()
-    there.close()
-    try:
-        pods = here.recv()
-        found = asyncio.run(measure(pods, here, args.seconds, args.conversations))
-    finally:
-        here.close()
-        process.join(timeout=5)
-        process.kill()
+    with pods_beside(args.pods) as (pods, pipe):
+        found = asyncio.run(measure(pods, pipe, args.seconds, args.conversations))
     print(json.dumps(rounded({"machine": machine(), "pods": args.pods, **found})))
 
 

@@ -21,8 +21,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-import multiprocessing
-import os
 import statistics
 import sys
 import time
@@ -34,7 +32,7 @@ from typing import Any
 import httpx
 import psutil
 
-from bench.front.picker import Client, counts_of, cpu_s, hits, pods_process
+from bench.front.picker import Client, counts_of, cpu_s, hits, pods_beside
 from bench.measure import machine, rounded
 from mallee.runtime.addresses import free_port
 
@@ -183,18 +181,8 @@ def main() -> None:
     parser.add_argument("--vllm-router", default="")
     parser.add_argument("--smg", default="")
     args = parser.parse_args()
-    os.environ.setdefault("PYTHONWARNINGS", "ignore")
-    here, there = multiprocessing.Pipe()
-    context = multiprocessing.get_context("spawn")
-    process = context.Process(target=pods_process, args=(there, args.pods), daemon=True)
-    process.start()
-    there.close()
-    try:
-        found = asyncio.run(measure(args, here.recv(), here))
-    finally:
-        here.close()
-        process.join(timeout=5)
-        process.kill()
+    with pods_beside(args.pods) as (pods, pipe):
+        found = asyncio.run(measure(args, pods, pipe))
     print(json.dumps(rounded({"machine": machine(), "pods": args.pods, **found})))
 
 

@@ -176,6 +176,12 @@ class FakeCapsules(dict[CapsuleId, CapsuleInfo]):
         return capsule in self
 
 
+def peers_of(bus: LocalBus, gateway: str, others: Collection[str] | None) -> Peers:
+    return Peers(
+        bus, gateway=gateway, store="test", others=lambda: others, ids=SCOPES, clock=lambda: 0.0
+    )
+
+
 class FakeService:
     """Answers every branch with the bytes of `reply(branch)`, one token a delta, branches in turn.
 
@@ -205,14 +211,7 @@ class FakeService:
         self.bus = LocalBus(self.hub)
         self.bus.connect_now()
         self.store = Store(self.bus, StoreTerms("test"))
-        self.peers = Peers(
-            self.bus,
-            gateway=gateway,
-            store="test",
-            others=lambda: None,
-            ids=SCOPES,
-            clock=lambda: 0.0,
-        )
+        self.peers = peers_of(self.bus, gateway, None)
         self.requests = self.operator = self
         self.sessions = SimpleNamespace(budget=self.no_budget)
         self.started = threading.Event()
@@ -345,14 +344,7 @@ class SameService:
         self.bus = LocalBus(service.bus._hub)
         self.bus.connect_now()
         self.store = Store(self.bus, StoreTerms("test"))
-        self.peers = Peers(
-            self.bus,
-            gateway=name,
-            store="test",
-            others=lambda: others,
-            ids=SCOPES,
-            clock=lambda: 0.0,
-        )
+        self.peers = peers_of(self.bus, name, others)
         for _ in self.peers.start_up().__await__():
             raise AssertionError("nothing of it waits")
 
