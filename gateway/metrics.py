@@ -210,6 +210,10 @@ class GatewayMetrics:
         self.workers_expected = area.gauge(
             "mallee_workers_expected", "Workers that there should be."
         )
+        self.certificate_expiry = self.registry.area("Keys and certificates").gauge(
+            "mallee_certificate_expiry_timestamp_seconds",
+            "When `links.tls_cert` expires, since the epoch; 0: there is none.",
+        )
         area = self.registry.area("Index and events")
         self.resyncs = area.counter("mallee_resyncs_total", "Worker snapshots taken in.")
         self._event_lag = area.histogram(
@@ -249,6 +253,10 @@ class GatewayMetrics:
     def show_store(self, store: object) -> None:
         """Show what waits for the store. Once."""
         self.registry.area("The gateways' store").readings(lambda: store, _STORE)
+
+    def show_access(self, access: object) -> None:
+        """Show the state of API keys. Once."""
+        self.registry.area("Keys and certificates").readings(lambda: access, _ACCESS)
 
     def stored(self, how: str, seconds: float) -> None:
         """Count an answer of the store."""
@@ -464,6 +472,18 @@ _STORE: Final = (
         "mallee_store_refused_writes_total",
         "Writes that the broker, or the queue to it, had no room for.",
         "num_refused",
+    ),
+)
+_ACCESS: Final = (
+    Reading(
+        "mallee_keys_refused",
+        "1 while the file of keys has a fault: the keys before it hold.",
+        lambda access: bool(access.fault),
+    ),
+    Reading(
+        "mallee_key_next_expiry_timestamp_seconds",
+        "When the next key expires, since the epoch; 0: none does.",
+        "next_expiry",
     ),
 )
 _QUESTIONS: Final = Reading(
