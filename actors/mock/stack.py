@@ -26,7 +26,7 @@ from mallee.actors.mock.fleet import MockPlan
 from mallee.actors.mock.process import ProcessSpec
 from mallee.protocol.errors import ConfigError, InternalError, NoWorker
 from mallee.protocol.subjects import BusRole
-from mallee.runtime.addresses import base_url, listener
+from mallee.runtime.addresses import base_url, checked_path, listener
 from mallee.runtime.bus.access import BrokerAccess, operators_broker
 from mallee.runtime.bus.broker import Broker, check_operators_broker
 from mallee.runtime.bus.children import death_follower, end
@@ -160,7 +160,7 @@ class MockStack:
         await self.close()
 
     async def _spawn(self, number: int) -> None:
-        path = str(self._folder / f"{number}.sock")
+        path = checked_path(self._folder / f"{number}.sock")
         spec = ProcessSpec(
             number=number,
             path=path,
