@@ -312,7 +312,8 @@ async def build_gateway(
 ) -> GatewayProcess:
     """A gateway called `name` on machine `node`, not yet started. Raises MalleeError if files don't serve.
 
-    Gateways with one `secret` know each other's capsules. `label`: its name in metrics, if another. `own_ip`: of the machine, for scrapers.
+    Gateways with one `secret` know each other's capsules. `label`: its name in metrics, if another.
+    `own_ip`: of the machine, for scrapers.
     `tcp_host()`: where workers of other machines read what was imported, if there are any.
     """
     # Lazily: numba and a tokenizer library, which workers don't need.
@@ -326,7 +327,7 @@ async def build_gateway(
     metrics, tracing = GatewayMetrics(label or name), open_tracing("gateway", name)
     metrics.show_access(access)
     if (tls := tls_files(config)) is not None:
-        metrics.certificate_expiry.set(expiry(tls))
+        access.certificate_expiry = expiry(tls)
     recorder = None
     if config.recording.folder is not None:
         recorder = build_recorder(config, config.recording.folder, name, model, metrics)

@@ -64,7 +64,9 @@ class LocalStack:
         self._serves = False
         self._tell = tell
         self._begun = self._told = time.monotonic()
-        self._folder = _private_folder()
+        folder = tempfile.gettempdir()
+        short = folder if len(folder) <= MAX_TEMPORARY_CHARS else "/tmp"  # noqa: S108
+        self._folder = Path(tempfile.mkdtemp(prefix="mallee-", dir=short))
         self._environment = _Environment()
 
     @property
@@ -122,8 +124,8 @@ class LocalStack:
             serve.start(http_options=listen, logging_config={"log_level": "ERROR"})
         except RayError as error:
             raise ConfigError(
-                f"{self.proxy} did not start at {self.base_url} ({str(error).strip().splitlines()[-1]}): try"
-                f" again where the machine is busy, or set {SWITCH}={int(not is_haproxy_on())} for the other one"
+                f"{self.proxy} did not start at {self.base_url}: try again where the machine is busy, or set"
+                f" {SWITCH}={int(not is_haproxy_on())} for the other one"
             ) from error
         target = serve.RunTarget(build_application(self.config), name=APP_NAME, route_prefix="/")
         try:
@@ -187,7 +189,9 @@ class LocalStack:
             if app.status == "DEPLOY_FAILED":
                 raise RuntimeError(app.message)
             missing = [
-                " ".join((name, *(f"({n} {each.lower()})" for each, n in found.replica_states.items())))
+                " ".join(
+                    (name, *(f"({n} {each.lower()})" for each, n in found.replica_states.items()))
+                )
                 for name, found in app.deployments.items()
                 if found.status != "HEALTHY"
             ]
@@ -213,14 +217,6 @@ class LocalStack:
         raise NoWorker(
             f"not all of {self.config.num_workers} workers registered in {START_TIMEOUT_S:.0f} s"
         )
-
-
-def _private_folder() -> Path:
-    """A new folder of this user's, with few enough characters for sockets of HAProxy."""
-    folder = tempfile.gettempdir()
-    if len(folder) > MAX_TEMPORARY_CHARS:
-        folder = "/tmp"  # noqa: S108
-    return Path(tempfile.mkdtemp(prefix="mallee-", dir=folder))
 
 
 def check_gpus(config: AppConfig) -> None:
@@ -319,7 +315,9 @@ def _start_ray(options: dict[str, Any]) -> None:
         try:
             ray.init(**options)
             return
-        except OSError as error:  # the path of a socket that is too long, a folder that can't be written
+        except OSError as error:
+            if not isinstance(error, PermissionError) and "AF_UNIX" not in str(error):
+                raise
             raise ConfigError(
                 f"Ray did not start: {error}; set TMPDIR (or RAY_TMPDIR) to a short folder of yours"
             ) from error

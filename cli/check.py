@@ -77,8 +77,8 @@ def check(
     """
     if (picker or router) and (files or broker or running or (picker and router)):
         raise ConfigError(
-            "--files, --broker and --running look at what `mallee serve` needs: give them without --picker and"
-            " --router, and of those one alone"
+            "--files, --broker and --running look at what `mallee serve` needs: give them without --picker"
+            " and --router, and of those one alone"
         )
     if picker or router:
         require_front("picker" if picker else "router", (), wants_events=False)
@@ -123,7 +123,10 @@ def find_faults(
 
         _config(ProxyConfig, values, "", faults)
         return faults, []
-    values = serve_values(values)
+    try:
+        values = serve_values(values)
+    except ConfigError as error:
+        return [str(error)], []
     if any(key in values for key in _OF_SERVE):
         return _serve_faults(values)
     from mallee.runtime.config import AppConfig
@@ -354,15 +357,14 @@ def ignored_options(values: dict[str, Any]) -> Iterator[str]:
         ) from error
     names = {"proxy_location", "http_options"}
     wanted = ServeDeploySchema.model_validate(values).model_dump(mode="json", include=names)
-    if found.get("http_options") is None:
+    if (http := found.get("http_options")) is None:
         return  # no Serve runs there
-    options = {f"http_options.{key}": wanted["http_options"].get(key) for key in found["http_options"]}
-    kept = {f"http_options.{key}": value for key, value in found["http_options"].items()}
-    options["proxy_location"], kept["proxy_location"] = wanted["proxy_location"], found["proxy_location"]
-    for key, value in options.items():
-        if value != kept[key]:
+    pairs = {f"http_options.{key}": (wanted["http_options"].get(key), http[key]) for key in http}
+    pairs["proxy_location"] = wanted["proxy_location"], found["proxy_location"]
+    for key, (given, kept) in pairs.items():
+        if given != kept:
             yield (
-                f"{key}={value!r} would be ignored: the Serve that runs has {kept[key]!r} until"
+                f"{key}={given!r} would be ignored: the Serve that runs has {kept!r} until"
                 " `serve shutdown -y`, which ends all requests; then deploy again"
             )
 
@@ -443,10 +445,15 @@ def too_large(config: "AppConfig") -> Iterator[str]:
     workers = 1 if config.nats_url is not None else config.workers
     is_counted = config.has_cuda or config.is_mocked or config.num_blocks is not None
     kv_gib = 0.0 if is_counted else (config.kv_nbytes or 0) / 2**30
-    cores = os.cpu_count() or 1
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**30
     for what, asked, there, keys in (
-        ("GiB for KV", kv_gib + config.engine.host_gib, _memory_gib(), "engine.kv_gib and host_gib"),
-        ("CPUs", config.ray.worker_cpus, cores, "ray.worker_cpus"),
+        (
+            "GiB for KV",
+            kv_gib + config.engine.host_gib,
+            memory,
+            "engine.kv_gib and host_gib",
+        ),
+        ("CPUs", config.ray.worker_cpus, os.cpu_count() or 1, "ray.worker_cpus"),
         ("GPUs", config.worker_gpus, len([*_DEVICES.glob("nvidia[0-9]*")]), "ray.worker_gpus"),
     ):
         if workers * asked > there:
@@ -454,10 +461,6 @@ def too_large(config: "AppConfig") -> Iterator[str]:
                 f"{workers} workers ask for {workers * asked:g} {what} ({keys}), and this machine has"
                 f" {there:g}: give less, fewer workers, or nats_url and more nodes"
             )
-
-
-def _memory_gib() -> float:
-    return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
 
 
 def _is_of_hub(model: str) -> bool:
@@ -469,7 +472,9 @@ def _unwritable(key: str, folder: str) -> Iterator[str]:
     path = Path(folder).expanduser()
     found = next(each for each in (path, *path.parents) if each.exists())
     try:
-        tempfile.TemporaryFile(dir=found).close()  # what a system's folder takes shows by trying alone
+        tempfile.TemporaryFile(
+            dir=found
+        ).close()  # what a system's folder takes shows by trying alone
     except NotADirectoryError:
         yield f"{key}={folder!r}: {found} is no folder"
     except OSError as error:

@@ -32,7 +32,9 @@ def new(
     ] = None,
     into: Annotated[
         Path | None,
-        typer.Option(help="File of keys that takes the entry, made with mode 600 if there is none."),
+        typer.Option(
+            help="File of keys that takes the entry, made with mode 600 if there is none."
+        ),
     ] = None,
     expires: Annotated[
         str | None, typer.Option(help="End of the key, as 2027-01-01T00:00:00Z; by default none.")
@@ -43,9 +45,7 @@ def new(
     max_branches: Limit = None,
     max_capsules: Limit = None,
     max_capsule_tokens: Limit = None,
-    weight: Annotated[
-        float | None, typer.Option(help="Share of its tenant; 1 by default.")
-    ] = None,
+    weight: Annotated[float | None, typer.Option(help="Share of its tenant; 1 by default.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Print a new key, which is told this once, and the entry for the file of keys; --into puts it there.

@@ -210,10 +210,6 @@ class GatewayMetrics:
         self.workers_expected = area.gauge(
             "mallee_workers_expected", "Workers that there should be."
         )
-        self.certificate_expiry = self.registry.area("Keys and certificates").gauge(
-            "mallee_certificate_expiry_timestamp_seconds",
-            "When `links.tls_cert` expires, since the epoch; 0: there is none.",
-        )
         area = self.registry.area("Index and events")
         self.resyncs = area.counter("mallee_resyncs_total", "Worker snapshots taken in.")
         self._event_lag = area.histogram(
@@ -255,7 +251,7 @@ class GatewayMetrics:
         self.registry.area("The gateways' store").readings(lambda: store, _STORE)
 
     def show_access(self, access: object) -> None:
-        """Show the state of API keys. Once."""
+        """Show the state of API keys, and what expires. Once."""
         self.registry.area("Keys and certificates").readings(lambda: access, _ACCESS)
 
     def stored(self, how: str, seconds: float) -> None:
@@ -481,9 +477,10 @@ _ACCESS: Final = (
         lambda access: bool(access.fault),
     ),
     Reading(
-        "mallee_key_next_expiry_timestamp_seconds",
-        "When the next key expires, since the epoch; 0: none does.",
-        "next_expiry",
+        "mallee_expiry_timestamp_seconds",
+        "When the next `key`, or `links.tls_cert`, expires, since the epoch; 0: none does.",
+        "expiries",
+        (Label("of", ("key", "certificate")),),
     ),
 )
 _QUESTIONS: Final = Reading(

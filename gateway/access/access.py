@@ -61,6 +61,7 @@ class Access:
         self._uses: dict[str, Use] = {}
         self.shared: Shared | None = None  # limits of all gateways together
         self.fault = ""  # of the file as it is now, while the keys before it hold
+        self.certificate_expiry = 0.0  # of the links' own
         self._seen = self._refused = _version(file)
         self._take([] if file is None else read_file(file))
         self.tasks = Tasks("the API keys")
@@ -79,11 +80,12 @@ class Access:
             )
 
     @property
-    def next_expiry(self) -> float:
-        """When the next key expires, in seconds since the epoch; 0: none does."""
+    def expiries(self) -> dict[str, float]:
+        """When the next key and the certificate expire, in seconds since the epoch; 0: none does."""
         now = self._wall_clock()
         ends = (key.expires.timestamp() for key in self._ring.keys if key.expires is not None)
-        return min((end for end in ends if end > now), default=0.0)
+        next_end = min((end for end in ends if end > now), default=0.0)
+        return {"key": next_end, "certificate": self.certificate_expiry}
 
     def start_up(self) -> None:
         """Follow the file from now on, and what becomes of the capsules that count."""
