@@ -24,6 +24,7 @@ from mallee.client.base import (
     NO_HEADERS,
     READY_S,
     Listed,
+    connections,
     failing_as,
     openai_options,
     ready_waits,
@@ -300,7 +301,8 @@ class Mallee(Asking):
     is refused with 429 or 503 and a time is sent again after it, up to `max_retries` times. `http_client` has
     proxies and certificates of yours; its owner closes it. `session`: of requests that name none, so that the
     web page shows them as one tree; True makes up a name.
-    Raises InvalidParameter for a `base_url` without http:// or https://, and for a client of another kind.
+    Raises InvalidParameter for a `base_url` without http:// or https://, and for a client of another kind;
+    ConfigError for a proxy of the environment that can't be used. Loopback is reached without one.
     """
 
     def __init__(
@@ -329,7 +331,7 @@ class Mallee(Asking):
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._given = http_client
-        self._http = httpx.Client() if http_client is None else http_client
+        self._http = http_client or connections(httpx.Client, self.base_url)
         self._is_owner = http_client is None
 
     @classmethod

@@ -4,7 +4,7 @@ They are those of `GET /v1/router/...` and `GET /health`.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from mallee.gateway.requests.requests import Requests
@@ -28,7 +28,7 @@ class Operator:
     """One gateway, as its operator sees it.
 
     With fewer than `expected_workers` routable, `health` is degraded. `metrics_at`: host and port of its own
-    metrics; "" if it has none.
+    metrics; "" if it has none. `key_fault()`: of the file of keys.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class Operator:
         self._requests = requests
         self._store = store
         self.metrics_at = ""
+        self.key_fault: Callable[[], str] = str
         self.expect(expected_workers)
 
     def expect(self, num_workers: int) -> None:
@@ -67,6 +68,7 @@ class Operator:
             self._expected_workers,
             is_sound=self.failure is None,
             is_full=self._store.is_full,
+            key_fault=self.key_fault(),
         )
 
     @property
@@ -176,16 +178,24 @@ def _change(change: WeightChange | None) -> dict[str, Any] | None:
 
 
 def health_body(
-    router: Router, gateway: str, expected_workers: int, *, is_sound: bool, is_full: bool
+    router: Router,
+    gateway: str,
+    expected_workers: int,
+    *,
+    is_sound: bool,
+    is_full: bool,
+    key_fault: str,
 ) -> dict[str, Any]:
     """`status` and its cause: ok, degraded or unavailable (no worker).
 
-    Degraded: no broker, its store `is_full`, workers missing, or the gateway is not `is_sound`.
+    Degraded: no broker, its store `is_full`, workers missing, a fault in the file of keys, or the gateway is
+    not `is_sound`.
     """
     stats = router.stats()
     broker = "up" if stats.is_broker_up else "down"
     store = "full" if is_full else broker
-    is_whole = is_sound and store == "up" and stats.num_workers >= expected_workers
+    is_right = is_sound and not key_fault
+    is_whole = is_right and store == "up" and stats.num_workers >= expected_workers
     status = "ok" if is_whole else "degraded"
     if not stats.num_workers:
         status = "unavailable"
@@ -194,6 +204,7 @@ def health_body(
         "gateway": gateway,
         "broker": broker,
         "store": store,
+        "keys": key_fault or "ok",
         "workers": [
             {"worker": view.worker, "incarnation": str(view.incarnation), "rows": view.rows}
             for view in router.workers()
