@@ -4,12 +4,26 @@
 {{- if include "mallee.isHubId" .Values.model }}/models/model{{ else }}{{ .Values.model }}{{ end }}
 {{- end }}
 
+{{/* GiB of a quantity. */}}
+{{- define "mallee.gib" -}}
+{{- $unit := get (dict "Ki" 0.00000095367431640625 "Mi" 0.0009765625 "Gi" 1.0 "Ti" 1024.0) (regexFind "..$" .) }}
+{{- mulf (regexFind "^[0-9.]+" . | float64) $unit }}
+{{- end }}
+
 {{/* GiB of each worker on the pod's volume. */}}
 {{- define "mallee.diskGib" -}}
-{{- $size := .Values.workers.disk.size }}
-{{- $gib := regexFind "^[0-9]+" $size | float64 }}
-{{- if hasSuffix "Ti" $size }}{{ $gib = mulf $gib 1024 }}{{ end }}
-{{- divf (mulf $gib 0.9) .Values.workers.perPod | floor }}
+{{- divf (mulf (include "mallee.gib" .Values.workers.disk.size) 0.9) .Values.workers.perPod | floor }}
+{{- end }}
+
+{{/* A bound of a gateway's memory as the settings have it: (list $ "max_index_mb"). */}}
+{{- define "mallee.routingMb" -}}
+{{- dig "routing" (last .) (ternary 1024 256 (eq (last .) "max_index_mb")) (first .).Values.settings | int }}
+{{- end }}
+
+{{/* MiB of a pod with two gateways, each with its bounds and 768 MiB of its own, and 1 GiB for Ray and HAProxy. */}}
+{{- define "mallee.gatewayMib" -}}
+{{- $each := add 768 (include "mallee.routingMb" (list . "max_index_mb")) (include "mallee.routingMb" (list . "token_memory_mb")) }}
+{{- add 1024 (mul 2 $each) }}
 {{- end }}
 
 {{- define "mallee.madeSettings" -}}
@@ -62,6 +76,8 @@ store:
   {{- if $v.nats.enabled }}
   replicas: {{ min 3 (int $v.nats.replicas) }}
   {{- end }}
+routing:
+  max_index_mb: {{ include "mallee.routingMb" (list . "max_index_mb") }}
 links:
   tcp: always
   secret_file: /etc/mallee/link/secret
