@@ -424,6 +424,21 @@ def test_a_model_over_several_gpus_has_its_bundles_in_one_pod() -> None:
         assert sum(each.get(name, 0) for each in bundles) <= float(offered[name]), name
 
 
+def test_files_accounts_and_variables_are_given_as_deploy_md_says() -> None:
+    page = (CHART.parents[1] / "docs" / "deploy.md").read_text()
+    (block,) = re.findall(r"```yaml\n(extraVolumes.*?)```", page, re.DOTALL)
+    found = objects(MINIMAL, yaml.safe_load(block), {"serviceAccountName": "bucket"})
+    template = AppConfig.model_validate(settings(found)).chat.template
+    for component in ("gateway", "worker"):
+        spec = pods(found)[component]["spec"]
+        assert spec["serviceAccountName"] == "bucket"
+        for container in (*spec["containers"], *spec["initContainers"]):
+            places = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+            assert str(template).startswith(f"{places['chat']}/")
+        assert {"name": "chat", "configMap": {"name": "my-template"}} in spec["volumes"]
+    assert "serviceAccountName" not in pods(found)["head"]["spec"]
+
+
 def test_an_autoscaler_without_a_token_is_told_so() -> None:
     """The image has Ray ask for one, and KubeRay sets the autoscaler's variables only with one."""
 

@@ -15,15 +15,10 @@
 {{- divf (mulf (include "mallee.gib" .Values.workers.disk.size) 0.9) .Values.workers.perPod | floor }}
 {{- end }}
 
-{{/* A bound of a gateway's memory as the settings have it: (list $ "max_index_mb"). */}}
-{{- define "mallee.routingMb" -}}
-{{- dig "routing" (last .) (ternary 1024 256 (eq (last .) "max_index_mb")) (first .).Values.settings | int }}
-{{- end }}
-
 {{/* MiB of a pod with two gateways, each with its bounds and 768 MiB of its own, and 1 GiB for Ray and HAProxy. */}}
 {{- define "mallee.gatewayMib" -}}
-{{- $each := add 768 (include "mallee.routingMb" (list . "max_index_mb")) (include "mallee.routingMb" (list . "token_memory_mb")) }}
-{{- add 1024 (mul 2 $each) }}
+{{- $bounds := mustMergeOverwrite (dict "max_index_mb" 1024 "token_memory_mb" 256) (dig "routing" dict .Values.settings) }}
+{{- add 768 $bounds.max_index_mb $bounds.token_memory_mb | mul 2 | add 1024 }}
 {{- end }}
 
 {{- define "mallee.madeSettings" -}}
@@ -77,7 +72,7 @@ store:
   replicas: {{ min 3 (int $v.nats.replicas) }}
   {{- end }}
 routing:
-  max_index_mb: {{ include "mallee.routingMb" (list . "max_index_mb") }}
+  max_index_mb: 1024   # of which the pod's memory is made, as the user's
 links:
   tcp: always
   secret_file: /etc/mallee/link/secret
