@@ -2,9 +2,6 @@
 
 import base64
 import json
-import os
-import shutil
-import subprocess
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -159,31 +156,6 @@ def test_the_operators_crds_take_every_other_object(case: str) -> None:
     for each in made(case):
         if each["kind"] in CRDS:
             jsonschema.validate(each, schema(each["kind"].lower()))
-
-
-@all_cases
-def test_a_real_api_server_takes_every_object(case: str) -> None:
-    """Server-side apply, strict, as a trial: nothing is made. RayService's pods go to it alone, too."""
-    kubectl, config = shutil.which("kubectl"), os.environ.get("MALLEE_TEST_KUBECONFIG")
-    if kubectl is None or config is None:
-        pytest.skip("needs kubectl, and MALLEE_TEST_KUBECONFIG: of a cluster with the CRDs")
-    given = objects(CASES[case])
-    for name, pod in pods(given).items():
-        named = {"name": f"pod-{name}", **pod["metadata"]}
-        given.append({"apiVersion": "v1", "kind": "Pod", **pod, "metadata": named})
-    for each in given:
-        each["metadata"]["namespace"] = "default"
-    done = subprocess.run(
-        [*(kubectl, "--kubeconfig", config, "apply", "--filename", "-", "--server-side")]
-        + ["--dry-run=server", "--validate=strict"],
-        input=yaml.safe_dump_all(given),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stdout
-    assert done.stdout.count("serverside-applied") == len(given)
 
 
 @all_cases
