@@ -2,9 +2,9 @@
 
 **Table**. Open addressing with linear probing, in NUM_SEGMENTS independent segments (by the key's top
 bits) of equal capacity. An entry is two int64 side by side, key and value, and probes begin at a line of
-the CPU's cache, whose four entries are compared at once. Key 0 means empty: the hash 0 is never held (one block in 2**64 is computed again). To grow or
-shrink, a second table is allocated and segments move to it one at a time, a few per insertion or per
-idle turn, so that no call pays for more than a few of them.
+the CPU's cache, whose four entries are compared at once. Key 0 means empty: the hash 0 is never held (one
+block in 2**64 is computed again). To grow or shrink, a second table is allocated and segments move to it
+one at a time, a few per insertion or per idle turn, so that no call pays for more than a few of them.
 
 **Sets**. In an index the value's low 32 bits name a set of columns: a column (below ROW_BIT) or a row of
 bits. Rows are interned: blocks with the same workers share one row, which makes a further worker on a

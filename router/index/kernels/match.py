@@ -172,11 +172,11 @@ def walk(s: int, hashes: Hashes, tiers: int, scale: int, most: int, counts: Coun
             left &= left - 1
             value = get(s, layout.AT_FOUND + i - begin - 1)
             ref = value & layout.LOW
-            if value < 0 or (ref != known and not has_all(s, ref, tiers)):
-                if not narrow(s, value, tiers, min(i * scale, most), counts):
-                    at = len(hashes)
-                    stop = i
-                    break
+            has_lost = value < 0 or (ref != known and not has_all(s, ref, tiers))
+            if has_lost and not narrow(s, value, tiers, min(i * scale, most), counts):
+                at = len(hashes)
+                stop = i
+                break
             known = ref
         add(s, layout.AT_PROBES, stop - 1 - begin)
         if get(s, layout.AT_EVICTED) > 0:
