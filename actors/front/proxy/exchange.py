@@ -36,6 +36,7 @@ from mallee.actors.front.prompts import (
     cached_tokens,
 )
 from mallee.actors.front.proxy.streams import DONE, GAP, Room, Stream, continuation, is_stream
+from mallee.protocol.errors import PoisonRequest
 from mallee.protocol.ids import RequestId
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,9 @@ TAIL_NBYTES: Final = 4096  # of an answer, with the usage in it
 TOUCH_S: Final = 60.0  # between two signs of life of a long answer's booking
 RACE_S: Final = 1.0  # a request that was sent longer ago than this has been read
 RETRY_AFTER_S: Final = 1
+MOST_DEATHS: Final = (
+    2  # of backends, the last of which had said nothing: it may be the request's fault
+)
 _OF_PROMPTS: Final = frozenset(name.encode() for name in (*SESSION_HEADERS, *OBJECTIVE_HEADERS))
 
 
@@ -127,6 +131,7 @@ class Exchange:
         self._prompt: Prompt | None = None
         self._address = self._reason = ""
         self._tried: list[str] = []
+        self._num_died = 0  # backends that were lost with this request
         self._backend: Backend | None = None
         self._head = b""  # kept until there is a body
         self._has_begun = False  # the client has bytes of the answer
@@ -224,13 +229,14 @@ class Exchange:
         else:
             self._relay.front.tasks.spawn(self._connect(address))
 
-    async def _connect(self, address: str) -> None:
+    async def _connect(self, address: str, *, was_lost: bool = False) -> None:
+        """`was_lost`: a connection that was kept ended under the request."""
         backends = self._relay.backends
         try:
             backend = await backends.connect(address)
         except (OSError, TimeoutError) as error:
             if not self._is_over:
-                self._failed(str(error) or "no connection in time")
+                self._failed(str(error) or "no connection in time", died=was_lost)
             return
         if self._is_over:
             backends.keep(backend)
@@ -276,51 +282,68 @@ class Exchange:
 
     def on_body(self, data: bytes, *, ends: bool) -> None:
         self._heard_at = self._relay.now
-        if self._is_waiting:
-            if not data and not ends:
-                return
-            if self._stream is not None and self._stream.splice is not None:
-                self._relay.counts.continued(is_resampled=self._stream.splice.is_resampled)
-            self._has_begun, self._is_waiting = True, False
-            self._relay.front.placement.first_token(self.id)
-            out, self._head = self._head, b""
-        else:
-            out = b""
-        if self._stream is not None:
+        if self._is_waiting and not data and not ends:
+            return
+        stream = self._stream
+        if stream is not None:
             try:
-                data = self._stream.take(data, ends=ends)
+                data = stream.take(data, ends=ends)
             except ValueError as error:
                 if ends:
                     self._backend = None  # it is kept already
                 self._cut(str(error))
                 return
-        if self._is_chunked:
-            if data:
-                out = b"%b%x\r\n%b\r\n" % (out, len(data), data)
-            if ends:
-                out += END
-        else:
-            out += data
-        if out:
-            self.client.write(out)
+            if stream.fault and self._is_waiting and not data:
+                self._failed_inside()
+                return
+        out = b""
+        if self._is_waiting:
+            if stream is not None and stream.splice is not None:
+                self._relay.counts.continued(is_resampled=stream.splice.is_resampled)
+            self._has_begun, self._is_waiting = True, False
+            self._relay.front.placement.first_token(self.id)
+            out, self._head = self._head, b""
         if data:
             self._tail.append(data)
+        if stream is not None and stream.fault:
+            self.client.write(out + self._framed(data))
+            self._failed_inside()
+            return
+        out += self._framed(data)
+        if ends and self._is_chunked:
+            out += END
+        if out:
+            self.client.write(out)
         if ends:
             self._finish()
 
+    def _framed(self, data: bytes) -> bytes:
+        return b"%x\r\n%b\r\n" % (len(data), data) if data and self._is_chunked else data
+
+    def _failed_inside(self) -> None:
+        """The backend's engine failed, and its server lives to say so."""
+        backend, self._backend = self._backend, None
+        if backend is not None:
+            backend.abort()
+        self._lost("its engine failed")
+
     def on_lost(self, reason: str) -> None:
         backend, self._backend = self._backend, None
-        if not self._is_waiting:
-            self._broke(reason)
-        elif backend is not None and not backend.is_fresh and self._may_be_unread:
-            self._relay.front.tasks.spawn(self._connect(self._address))
+        if backend is not None and not backend.is_fresh and self._may_be_unread:
+            self._relay.front.tasks.spawn(self._connect(self._address, was_lost=True))
         else:
-            self._failed(reason)
+            self._lost(reason)
+
+    def _lost(self, reason: str) -> None:
+        if self._is_waiting:
+            self._failed(reason, died=True)
+        else:
+            self._broke(reason)
 
     @property
     def _may_be_unread(self) -> bool:
         """Whether the backend may have ended a kept connection while the request was on its way."""
-        return not self._head and self._relay.now < self._heard_at + RACE_S
+        return self._is_waiting and not self._head and self._relay.now < self._heard_at + RACE_S
 
     # From the client and the clock
 
@@ -362,14 +385,21 @@ class Exchange:
             (ready if served is None else ready & {*served}) - {*self._tried, self._address}
         )
 
-    def _failed(self, reason: str) -> None:
-        """Nothing of an answer, or of its rest, has come: try another backend."""
+    def _failed(self, reason: str, *, died: bool = False) -> None:
+        """Nothing of an answer, or of its rest, has come: try another backend.
+
+        `died`: with this request on it. After the second one it is not sent to a third.
+        """
         failure = f"backend {self._address}: {reason}"
         log.warning("%s", failure)
         self._relay.front.placement.free(self.id)
         self._head = b""
+        self._num_died += died
         if len(self._tried) >= self._relay.retries:
             self._refuse(Refusal(502, "backend_failed", failure, RETRY_AFTER_S))
+            return
+        if died and self._num_died >= MOST_DEATHS:
+            self._refuse(Refusal.of(PoisonRequest(self._num_died, failure)))
             return
         self._tried.append(self._address)
         if not self._has_begun:
@@ -378,6 +408,7 @@ class Exchange:
 
     def _broke(self, reason: str) -> None:
         """The answer can't go on from this backend."""
+        self._num_died += 1
         kept = None if self._stream is None else self._stream.lost()
         if kept is None or len(self._tried) >= self._relay.retries:
             self._cut(reason)
@@ -422,6 +453,8 @@ class Exchange:
     def _cut(self, reason: str) -> None:
         """The client must see that the answer is not whole."""
         log.warning("backend %s: an answer broke: %s", self._address, reason)
+        if self._stream is not None and self._has_begun:
+            self.client.write(self._framed(self._stream.fault))
         self._relay.counts.ended("cut")
         self._end()
         self.client.cut(is_framed=self._is_framed)

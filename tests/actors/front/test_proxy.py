@@ -337,6 +337,36 @@ async def test_retries_have_a_bound_and_the_last_failure_is_told() -> None:
         assert (found.status, found.body) == (503, b"own"), "there is no other"
 
 
+@pytest.mark.parametrize("is_gone", [False, True])
+async def test_a_request_that_two_backends_died_of_is_sent_to_no_third(is_gone: bool) -> None:
+    """Also where each ended a connection that was kept, and listens no more."""
+
+    async def script(backend: Backend, request: Received, writer: asyncio.StreamWriter) -> None:
+        if b"fine" in request.body:
+            writer.write(PLAIN)
+            return
+        if is_gone:
+            backend.stop_listening()
+        raise ConnectionError
+
+    async with (
+        Backend(script) as a,
+        Backend(script) as b,
+        Backend(script) as c,
+        routed([a, b, c], retries=5, scrape_s=5) as proxy,
+        wire(proxy.port) as client,
+    ):
+        while not all(each.received for each in (a, b, c)):
+            number = len(a.received + b.received + c.received)
+            body = json.dumps({"fine": 1, "prompt": [number] * 64}).encode()
+            assert (await client.ask(post(body, path="/v1/completions"))).status == 200
+        for each in (a, b, c):
+            each.received.clear()
+        found = await client.ask(post(b'{"prompt": "bad"}', path="/v1/completions"))
+        assert (found.status, json.loads(found.body)["error"]["code"]) == (503, "poison_request")
+        assert sum(bool(each.received) for each in (a, b, c)) == 2
+
+
 @pytest.mark.parametrize("version", [b"1.1", b"1.0"])
 @pytest.mark.parametrize("raw", [SSE + b"3\r\nabc\r\n", SSE + b"9\r\nabc", PLAIN[:-1]])
 async def test_an_answer_that_breaks_is_cut_and_not_asked_for_again(
