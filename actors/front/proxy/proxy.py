@@ -5,7 +5,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
-from typing import ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 import msgspec
 
@@ -22,6 +22,10 @@ from mallee.gateway.access.access import Access
 from mallee.protocol.errors import Unauthorized
 from mallee.runtime.addresses import listener
 from mallee.runtime.telemetry.families import CONTENT_TYPE, exposition
+from mallee.runtime.telemetry.tracing.provider import Tracing, open_tracing
+
+if TYPE_CHECKING:
+    from mallee.actors.front.proxy.spans import ForwardSpans
 
 SWEEP_S: Final = 0.25
 BACKLOG: Final = 1024
@@ -51,15 +55,17 @@ class Proxy(Front):
         self.is_draining = False
         self.now = 0.0  # of the loop, as of the last sweep
         self.port = 0
-        self._access = Access(config.keys_path, os.environ)
-        self.tasks.include(self._access.tasks)
+        self.access = Access(config.keys_path, os.environ)
+        self._tracing = open_tracing("router", self.name)
+        self.spans = None if self._tracing is None else _spans(self._tracing)
+        self.tasks.include(self.access.tasks)
         self._server: asyncio.Server | None = None
 
     async def _open(self) -> None:
         host, _, port = self.config.listen.rpartition(":")
         host = host.strip("[]")
-        self._access.check_listening(host)
-        self._access.start_up()
+        self.access.check_listening(host)
+        self.access.start_up()
         loop = asyncio.get_running_loop()
         self.now = loop.time()
         self._server = await loop.create_server(
@@ -80,7 +86,9 @@ class Proxy(Front):
                     await asyncio.sleep(0.01)
         for connection in list(self.connections):
             connection.cut_off()
-        await self._access.close()
+        await self.access.close()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
 
     async def _sweep(self) -> None:
         """Look at every connection now and then: a timer for each would cost more."""
@@ -92,19 +100,19 @@ class Proxy(Front):
             await asyncio.sleep(SWEEP_S)
 
     def admit(self, request: Request) -> Refusal | None:
-        """Refuses those without a key, where there are keys."""
-        if not self._access.has_keys or request.target == b"/router/health":
+        """Refuses those without a key, where there are keys; limits of the key count in `visit`."""
+        if not self.access.has_keys or request.target == b"/router/health":
             return None
         try:
-            self._access.caller(_token(request), None)
+            request.visit = self.access.caller(_token(request), None).visit
         except Unauthorized as error:
-            return Refusal(error.status, error.code, error.message)
+            return Refusal.of(error)
         return None
 
     def hand_over(self, request: Request) -> None:
         """Keep the router's keys from the backends, and show them their own."""
         own = self.backends.credentials
-        if own is not None or self._access.has_keys:
+        if own is not None or self.access.has_keys:
             request.lines = [each for each in request.lines if each[0] not in CREDENTIALS]
         if own is not None:
             request.lines.append(own)
@@ -116,7 +124,7 @@ class Proxy(Front):
             return self._health()
         if path == RELEASE:
             return self._release(request.body)
-        if not self._access.is_operator(_token(request)):
+        if not self.access.is_operator(_token(request)):
             return Refusal(403, "forbidden", "give an operator's key")
         if path == b"/router/metrics":
             self.counts.show(self.pods, self.router)
@@ -157,6 +165,12 @@ class Proxy(Front):
             "backends": states,
         }
         return Page(200 if is_well else 503, msgspec.json.encode(found))
+
+
+def _spans(tracing: Tracing) -> "ForwardSpans":
+    from mallee.actors.front.proxy.spans import ForwardSpans  # an extra
+
+    return ForwardSpans(tracing)
 
 
 def _token(request: Request) -> str | None:

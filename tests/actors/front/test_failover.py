@@ -271,7 +271,7 @@ async def test_a_stream_whose_engine_died_behind_its_server_goes_on(
 async def test_a_fault_inside_a_stream_that_cannot_go_on_is_no_end(
     room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The client gets the error, no [DONE] and no clean end. A request's own fault is the backend's to say."""
+    """The client gets the error, no [DONE] and no clean end. A request's own fault is passed on."""
     monkeypatch.setattr(streams, "MOST_KEPT_NBYTES", room)
     events = {code: [_event(text="ab"), _fault(code), DONE] for code in (500, 400)}
 
