@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, get_args
 
@@ -80,6 +81,7 @@ def check(
         require_serve_extra(is_mocked=True)
     faults, applications = find_faults(read_settings(file), is_picker=picker, is_router=router)
     for each in applications:
+        faults += map(each.line, _engine_faults(each.config))
         if files:
             faults += map(each.line, missing_files(each.config))
         if broker:
@@ -329,6 +331,8 @@ def notes(application: Application) -> Iterator[str]:
     if (remark := secret_remark(config)) is not None:
         yield remark
     has_cuda = config.has_cuda and not config.is_foreign
+    if config.engine.vllm and find_spec("vllm") is None:
+        yield "vllm is not installed here: names and values in engine.vllm were not checked"
     if has_cuda and config.kv_nbytes is None and config.num_blocks is None:
         yield (
             "engine.kv_gib and engine.kv_tokens are not given: each worker sizes KV by the memory that its"
@@ -341,6 +345,13 @@ def notes(application: Application) -> Iterator[str]:
         yield from (f"{here}: {each}" for each in missing(look()))
     if _is_of_hub(application.config.model):
         yield f"model={application.config.model!r} is no folder here: each node fetches it from the hub"
+
+
+def _engine_faults(config: "AppConfig") -> Iterator[str]:
+    """The faults of the arguments of vLLM's engine, as far as vLLM is here to name them."""
+    from mallee.actors.foreign.arguments import argument_faults, known_arguments
+
+    yield from argument_faults(config.engine.vllm, known_arguments())
 
 
 def missing_files(config: "AppConfig") -> Iterator[str]:
