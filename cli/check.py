@@ -9,6 +9,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, get_args
 
@@ -89,6 +90,7 @@ def check(
     if running and not faults:
         faults += ignored_options(serve_values(values))
     for each in applications:
+        faults += map(each.line, _engine_faults(each.config))
         if files:
             faults += map(each.line, missing_files(each.config))
             faults += map(each.line, too_large(each.config))
@@ -387,6 +389,8 @@ def notes(application: Application) -> Iterator[str]:
     if (remark := secret_remark(config)) is not None:
         yield remark
     has_cuda = config.has_cuda and not config.is_foreign
+    if config.engine.vllm and find_spec("vllm") is None:
+        yield "vllm is not installed here: names and values in engine.vllm were not checked"
     if has_cuda and config.kv_nbytes is None and config.num_blocks is None:
         yield (
             "engine.kv_gib and engine.kv_tokens are not given: each worker sizes KV by the memory that its"
@@ -400,6 +404,13 @@ def notes(application: Application) -> Iterator[str]:
     yield from too_large(config)
     if _is_of_hub(application.config.model):
         yield f"model={application.config.model!r} is no folder here: each node fetches it from the hub"
+
+
+def _engine_faults(config: "AppConfig") -> Iterator[str]:
+    """The faults of the arguments of vLLM's engine, as far as vLLM is here to name them."""
+    from mallee.actors.foreign.arguments import argument_faults, known_arguments
+
+    yield from argument_faults(config.engine.vllm, known_arguments())
 
 
 def missing_files(config: "AppConfig") -> Iterator[str]:
