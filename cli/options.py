@@ -177,7 +177,8 @@ def command_of(ctx: typer.Context) -> str:
         elif value is not None and value != param.default:
             is_flag = isinstance(value, bool)
             names = param.opts if value or not is_flag else param.secondary_opts
-            words += [names[0]] if is_flag else [names[0], str(value)]
+            values = value if isinstance(value, list | tuple) else [value]
+            words += [names[0]] if is_flag else [w for v in values for w in (names[0], str(v))]
     return shlex.join(words)
 
 

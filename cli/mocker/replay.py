@@ -58,9 +58,7 @@ def replay(
     """
     from mallee.mocker.replay.run import replay as run
 
-    config = fleet.replay_config(
-        timing, kv_tokens, engines=engines, policy=policy, speedup=speedup
-    )
+    config = fleet.replay_config(timing, kv_tokens, engines=engines, policy=policy, speedup=speedup)
     check_out(out)
     if csv is not None:
         check_file(csv)

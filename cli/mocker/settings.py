@@ -1,4 +1,4 @@
-"""A live fleet's settings in a replay: those it honours, those without a meaning there, and those it refuses."""
+"""A live fleet's settings in a replay: it honours some and refuses some; the others have no meaning in it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -72,17 +72,6 @@ REFUSED: Final = {
     "autoscaling.max_workers": "the number of engines of a replay is fixed: sweep over --engines",
 }
 """By key: the reason and the remedy, for any value but the default."""
-MEANINGLESS: Final = (
-    *("model", "served_model_name", "served_names", "fleet", "nats_url", "nats_credentials"),
-    *("nats_worker_credentials", "nats_ca", "lease_period_s", "drain_s"),
-    *("routing.max_workers", "routing.token_memory_mb"),
-    *("engine.vllm", "engine.dtype", "engine.device", "engine.deterministic", "engine.attention"),
-    *("engine.cuda_graphs", "engine.pin_cpus", "engine.threads", "engine.draft_model"),
-    *("engine.num_speculative_tokens", "engine.max_step_s", "autoscaling", "http", "chat"),
-    *("sessions", "responses", "store", "recording", "imports", "links", "ray", "telemetry"),
-    "experimental",
-)
-"""Keys, or sections of which other keys are named above: nothing in a replay depends on them."""
 
 
 class Settled(NamedTuple):
@@ -110,7 +99,9 @@ def settled(
     app = make_config(file, assignments, {}, {} if file else {"engine.kind": "mock"})
     given, defaults = dict(_flat(app, only_set=True)), dict(_flat(type(app)(model=app.model)))
     if app.is_foreign:
-        raise ConfigError("engine.kind='vllm': a replay has Mallee's engines; give --timing of theirs")
+        raise ConfigError(
+            "engine.kind='vllm': a replay has Mallee's engines; give --timing of theirs"
+        )
     for key, why in REFUSED.items():
         if given.get(key) not in (None, defaults[key]):
             raise ConfigError(f"{key}={given[key]!r} can't be replayed: {why}")

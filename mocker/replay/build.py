@@ -14,7 +14,7 @@ from mallee.mocker.replay.gateway.roles import RoleGateway
 from mallee.mocker.texts import Texts
 from mallee.mocker.timing import Timing
 from mallee.protocol.ids import Incarnation
-from mallee.router.config import CostModel, Policy, RouterConfig, SpillModel
+from mallee.router.config import CostModel, Policy, SpillModel
 from mallee.router.router import Router
 from mallee.router.sync.outbox import Outbox
 from mallee.router.sync.replicas import Replicas

@@ -10,7 +10,7 @@ from mallee.mocker.prices import cost_model
 from mallee.mocker.replay.fleet.faults import Fault
 from mallee.mocker.tiers import TierConfig
 from mallee.mocker.timing import Timing, load_timing
-from mallee.mocker.timing.profiles import DEFAULT_TIMING
+from mallee.mocker.timing.profiles import DEFAULT_TIMING, gpus_of
 from mallee.protocol.errors import ConfigError
 from mallee.protocol.model import GroupSpec
 from mallee.router.config import CostModel, Policy, RouterConfig
@@ -23,6 +23,8 @@ POLICIES: Final[tuple[Policy, ...]] = get_args(Policy)
 
 MAX_BLOCKS: Final = 1 << 30  # of all engines; each takes a byte at least
 _UNLIMITED: Final = 1 << 40
+_ENGINE: Final = EngineConfig(SchedulerConfig(max_waiting=_UNLIMITED))
+_ADMISSION: Final = AdmissionConfig(_UNLIMITED, _UNLIMITED, max_wait_s=1e12)
 
 _AT_LEAST_1 = ("engines", "kv_tokens", "max_rows", "max_step_tokens", "gateways")
 _AT_LEAST_0 = (
@@ -79,9 +81,9 @@ class ReplayConfig:
     device: DeviceConfig = field(default_factory=DeviceConfig)  # that engines share
     state_nbytes: int = 0  # of recurrent layers, after a token; 0: the model has none
     can_migrate: bool = False  # workers lend each other KV, where that is cheaper than computing
-    engine: EngineConfig = EngineConfig(SchedulerConfig(max_waiting=_UNLIMITED))
-    routing: RouterConfig = RouterConfig()
-    admission: AdmissionConfig = AdmissionConfig(_UNLIMITED, _UNLIMITED, max_wait_s=1e12)
+    engine: EngineConfig = _ENGINE
+    routing: RouterConfig = field(default_factory=RouterConfig)
+    admission: AdmissionConfig = _ADMISSION
     prices: str | None = None
     cost: Mapping[str, float] = field(default_factory=dict)
     timed: Mapping[str, float] = field(default_factory=dict)
@@ -116,6 +118,12 @@ class ReplayConfig:
         if self.tiers is not None:
             self.tiers.validate()
         return self
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of the fleet, as many for each device as the timing's model is spread over."""
+        ranks = gpus_of(self.timing) if isinstance(self.timing, str) else 1
+        return -(-self.engines // self.device.engines) * ranks
 
     @property
     def are_synced(self) -> bool:
@@ -166,7 +174,11 @@ class ReplayConfig:
 
     def cost_model(self, block_size: int) -> CostModel:
         """Prices of the routers. Raises ConfigError, also if `prices` is no timing."""
-        priced = self.load_timing() if self.prices is None else load_timing(self.prices, kv_tokens=self.kv_tokens)
+        priced = (
+            self.load_timing()
+            if self.prices is None
+            else load_timing(self.prices, kv_tokens=self.kv_tokens)
+        )
         figures: dict[str, Any] = dict(self.cost)
         if self.tiers is not None:
             lower = {"host_block_s": HOST, "disk_block_s": DISK}

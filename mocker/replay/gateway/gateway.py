@@ -32,6 +32,7 @@ from mallee.router.dispatch.jobs import Job
 from mallee.router.dispatch.queue import AdmissionConfig
 from mallee.router.router import Router
 
+
 class Recorder(Protocol):
     """Records the course of requests."""
 
