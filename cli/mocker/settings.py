@@ -140,7 +140,7 @@ def _sized(
     if app.is_mocked or engine.kv_tokens is not None:
         if "engine.kv_tokens" in applied:
             kv_tokens = (app.num_blocks or 0) * engine.block_size
-    elif app.kv_nbytes is not None:
+    elif app.kv_nbytes is not None and "engine.kv_gib" in applied:
         kv_tokens = tokens("engine.kv_gib", app.kv_nbytes)
     host, disk = mock.host_kv_tokens, mock.disk_kv_tokens
     if engine.host_gib:
@@ -150,7 +150,7 @@ def _sized(
     if host or disk:
         config = replace(config, tiers=TierConfig(host, disk))
     # Live mocked engines lend nothing.
-    lends = app.links.lends and not app.is_mocked and config.engines > 1
+    lends = applied.get("links.lends", False) and not app.is_mocked and config.engines > 1
     return Settled(replace(config, can_migrate=lends), kv_tokens, idle)
 
 

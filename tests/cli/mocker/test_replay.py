@@ -70,7 +70,7 @@ def test_the_last_line_is_one_object(policy: str, tmp_path: Path) -> None:
         ("--timing", "h100-llama-3.1-8b-bf16", "--seed", "7"),
         ("--prefill-engines", "2", "--kv-bytes-per-token", "65536", "--link-gb-s", "50"),
         ("--host-kv-tokens", "51200", "--disk-kv-tokens", "51200", "--kv-tokens", "32768"),
-        ("--migrate", "--no-shared-reads"),
+        ("--migrate", "--set", "experimental.tree_attention=false"),
         ("--open-loop",),
     ],
 )
@@ -88,7 +88,10 @@ def test_options_are_taken(options: tuple[str, ...], tmp_path: Path) -> None:
         (("--block-size", "100"), "divisor or a multiple of 512"),
         (("--concurrency", "0"), "--concurrency=0"),
         (("--timing", "abacus"), "timing='abacus'"),
-        (("--engines-per-device", "2"), "--kv-tokens, what each has of the 906,000 of its device"),
+        (
+            ("--set", "mock.engines_per_device=2"),
+            "--kv-tokens, what each has of the 906,000 of its device",
+        ),
         (("--timing", "dynamo"), "--timing dynamo does not say how much KV a device holds"),
         (
             ("--timing", "dynamo", "--kv-tokens", "65536", "--migrate"),
