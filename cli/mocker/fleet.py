@@ -138,12 +138,11 @@ class FleetOptions:
         from mallee.mocker.links import LinkConfig
         from mallee.mocker.tiers import TierConfig
 
-        tiers = config.tiers or TierConfig()
-        if self.host_kv_tokens is not None:
-            tiers = replace(tiers, host_tokens=self.host_kv_tokens)
-        if self.disk_kv_tokens is not None:
-            tiers = replace(tiers, disk_tokens=self.disk_kv_tokens)
-        has_tiers = tiers.host_tokens != 0 or tiers.disk_tokens != 0
+        tiers, given = config.tiers or TierConfig(), (self.host_kv_tokens, self.disk_kv_tokens)
+        names = ("host_tokens", "disk_tokens")
+        known = {n: each for n, each in zip(names, given, strict=True) if each is not None}
+        tiers = replace(tiers, **known)
+        has_tiers = tiers != replace(tiers, host_tokens=0, disk_tokens=0)
         nbytes = _kv_bytes(
             str(config.timing),
             count("kv-bytes-per-token", self.kv_bytes_per_token),
@@ -170,7 +169,7 @@ class FleetOptions:
             sessions_per_hour=self.sessions_per_hour,
         )
 
-    def show(self, workload: "Workload", config: "ReplayConfig") -> "Preview":
+    def show(self, workload: "Workload", config: "ReplayConfig") -> None:
         """Print the trace in a line on stderr, and what of the options has no effect on it.
 
         Raises CodecError if it is no prefix tree.
@@ -183,73 +182,35 @@ class FleetOptions:
             console.print(f"[yellow]doubtful:[/] {doubt}")
         if idle := settled(self.config_file, self.set_).idle:
             console.print(f"[yellow]no meaning in a replay:[/] {', '.join(idle)}")
-        for option, why in self.idle(found, config):
-            console.print(f"[yellow]no effect:[/] {option}: {why}")
-        return found
+        for line in self.idle(found, config):
+            console.print(f"[yellow]no effect:[/] {line}")
 
-    def idle(self, found: "Preview", config: "ReplayConfig") -> "Iterator[tuple[str, str]]":
+    def idle(self, found: "Preview", config: "ReplayConfig") -> "Iterator[str]":
         """Options that were given and change nothing, each with the reason."""
-        kind, moves = found.workload.kind, bool(config.prefill_engines or config.can_migrate)
-        plain, by_chance = ("mooncake", "azure"), ("sessions", "trees", "dag")
-        no_events = config.policy in ("round_robin", "random", "least_loaded")
-        yes = (
-            (
-                "--retain-s",
-                config.retain_s > 0 and not found.has_sessions,
-                "the trace names no sessions",
-            ),
-            (
-                "--link-gb-s",
-                self.link_gb_s is not None and not moves,
-                "no KV moves between workers without --migrate or --prefill-engines",
-            ),
-            (
-                "--kv-bytes-per-token",
-                self.kv_bytes_per_token is not None
-                and not moves
-                and config.tiers is None
-                and not config.state_nbytes,
-                "no KV moves without --migrate, --prefill-engines, --host-kv-tokens or"
-                " --disk-kv-tokens",
-            ),
-            (
-                "--migrate",
-                self.migrate and config.engines == 1,
-                "a single engine has none to pull from",
-            ),
-            (
-                "mock.device_slice_ms",
-                config.device != type(config.device)(config.device.engines)
-                and config.device.engines == 1,
-                "engines share no device without mock.engines_per_device",
-            ),
-            (
-                "--sessions-per-hour",
-                self.sessions_per_hour != SESSIONS_PER_HOUR and kind not in by_chance,
-                "the trace has arrival times",
-            ),
-            (
-                "--open-loop",
-                self.open_loop and kind in plain,
-                "no request of the trace waits for another",
-            ),
-            (
-                "--id-tokens",
-                self.id_tokens is not None and kind in ("sessions", "trees", "azure"),
-                f"ids of such a trace stand for {found.workload.id_tokens} tokens",
-            ),
-            (
-                "--speedup",
-                config.speedup != 1.0 and config.concurrency > 0,
-                "arrival times don't count with --concurrency",
-            ),
-            (
-                "--event-lag",
-                config.event_lag_s > 0 and (no_events or not config.routing.kv_events),
-                "the router looks at no events of the workers",
-            ),
-        )
-        yield from ((option, why) for option, is_idle, why in yes if is_idle)
+        kind, device = found.workload.kind, config.device
+        moves = bool(config.prefill_engines or config.can_migrate)
+        stores = config.tiers is not None or config.state_nbytes > 0
+        if config.retain_s and not found.has_sessions:
+            yield "--retain-s: the trace names no sessions"
+        if self.link_gb_s is not None and not moves:
+            yield "--link-gb-s: without --migrate or --prefill-engines no KV moves between workers"
+        if self.kv_bytes_per_token is not None and not moves and not stores:
+            yield "--kv-bytes-per-token: without --migrate, --prefill-engines or tiers no KV moves"
+        if self.migrate and config.engines == 1:
+            yield "--migrate: a single engine has none to pull from"
+        if device.engines == 1 and device.slice_s != type(device)().slice_s:
+            yield "mock.device_slice_ms: engines share no device without mock.engines_per_device"
+        if self.sessions_per_hour != SESSIONS_PER_HOUR and kind not in ("sessions", "trees", "dag"):
+            yield "--sessions-per-hour: the trace has arrival times"
+        if self.open_loop and kind in ("mooncake", "azure"):
+            yield "--open-loop: no request of the trace waits for another"
+        if self.id_tokens is not None and kind in ("sessions", "trees", "azure"):
+            yield f"--id-tokens: ids of such a trace stand for {found.workload.id_tokens} tokens"
+        if config.speedup != 1.0 and config.concurrency:
+            yield "--speedup: arrival times don't count with --concurrency"
+        blind = config.policy in ("round_robin", "random", "least_loaded")
+        if config.event_lag_s and (blind or not config.routing.kv_events):
+            yield "--event-lag: the router looks at no events of the workers"
 
 
 def _kv_bytes(timing: str, given: int | None, *, are_needed: bool) -> int:

@@ -5,8 +5,6 @@ from typing import Final, NamedTuple
 from mallee.traces.workload import Workload
 
 _UNITS: Final = {"mooncake": "milliseconds", "agentic": "milliseconds", "bailian": "seconds"}
-_FAST_PER_S: Final = 1000.0
-_SLOW_PER_S: Final = 1 / 3600
 _FEW: Final = 10  # requests, whose rate tells nothing of the unit
 
 
@@ -37,19 +35,23 @@ class Preview(NamedTuple):
         return f"{name}: {self.num:,} requests {when}; {self.mean_tokens:,.0f} prompt tokens each, {seen}"
 
     def doubt(self, speedup: float, concurrency: int) -> str:
-        """A sentence if the unit of the timestamps looks wrong, else ""."""
+        """A sentence if the unit of the timestamps looks wrong, else "".
+
+        No fleet is asked a thousand times a second, or once in an hour.
+        """
         unit = _UNITS.get(self.workload.kind)
-        if unit is None or concurrency or self.num < _FEW:
+        if unit is None or concurrency or self.num < _FEW or not self.span_s:
             return ""
-        rate = self.num / self.span_s * speedup if self.span_s else 0.0
-        if rate > _FAST_PER_S and unit == "milliseconds":
-            return f"{rate:,.0f} requests/s: if the timestamps are seconds, give --speedup 0.001"
-        if 0.0 < rate < _SLOW_PER_S:
+        rate = self.num / self.span_s * speedup
+        if rate > 1000.0:
+            coarse = "; if the timestamps are seconds, give --speedup 0.001"
+            return f"{rate:,.0f} requests/s{coarse if unit == 'milliseconds' else ''}"
+        if rate >= 1 / 3600:
+            return ""
+        finer = "milliseconds, give --speedup 1000"
+        if unit == "milliseconds":
             finer = "microseconds, give --speedup 1000, if nanoseconds, --speedup 1000000"
-            if unit == "seconds":
-                finer = "milliseconds, give --speedup 1000"
-            return f"a request in {_span(1 / rate)}: if the timestamps are {finer}"
-        return ""
+        return f"a request in {_span(1 / rate)}; if the timestamps are {finer}"
 
 
 def preview(workload: Workload) -> Preview:

@@ -13,35 +13,27 @@ if TYPE_CHECKING:
     from mallee.mocker.replay.config import ReplayConfig
     from mallee.runtime.config import AppConfig, Settings
 
+_ENGINE: Final = ("prefix_cache", "eviction", "max_kept_share", "max_retained_share")
+_SCHEDULER: Final = ("max_waiting", "ageing_steps", "watermark")
 HONOURED: Final = {
+    **{f"routing.{name}": f"routing.{name}" for name in ("temperature", "kv_events")},
+    **{f"engine.{name}": f"engine.{name}" for name in _ENGINE},
+    **{f"engine.{name}": name for name in ("block_size", "max_model_len")},
+    **{f"scheduler.{name}": name for name in ("max_rows", "max_step_tokens")},
+    **{f"scheduler.{name}": f"engine.scheduler.{name}" for name in _SCHEDULER},
+    **{f"mock.{name}": f"timed.{name}" for name in ("speedup", "jitter", "startup_s")},
     "gateways": "gateways",
     "routing.policy": "policy",
-    "routing.temperature": "routing.temperature",
     "routing.cost": "cost",
     "routing.expected_output_tokens": "cost.expected_output_tokens",
     "routing.timing": "prices",
-    "routing.kv_events": "routing.kv_events",
     "routing.max_index_mb": "routing.max_index_nbytes",
-    "engine.block_size": "block_size",
-    "engine.max_model_len": "max_model_len",
-    "engine.prefix_cache": "engine.prefix_cache",
-    "engine.eviction": "engine.eviction",
     "engine.max_answer_capsules": "answer_capsules",
-    "engine.max_kept_share": "engine.max_kept_share",
     "engine.max_below_mb": "engine.max_below_nbytes",
-    "engine.max_retained_share": "engine.max_retained_share",
-    "scheduler.max_rows": "max_rows",
-    "scheduler.max_step_tokens": "max_step_tokens",
-    "scheduler.max_waiting": "engine.scheduler.max_waiting",
-    "scheduler.ageing_steps": "engine.scheduler.ageing_steps",
-    "scheduler.watermark": "engine.scheduler.watermark",
     "admission.busy_rows_ratio": "routing.busy_ratio",
     "admission.max_queued": "admission.max_waiting",
     "admission.max_queued_per_tenant": "admission.max_waiting_per_tenant",
     "admission.max_queue_wait_s": "admission.max_wait_s",
-    "mock.speedup": "timed.speedup",
-    "mock.jitter": "timed.jitter",
-    "mock.startup_s": "timed.startup_s",
     "mock.seed": "seed",
     "mock.engines_per_device": "device.engines",
     "mock.device_slice_ms": "device.slice_s",
@@ -56,11 +48,7 @@ SIZES: Final = (
     *("mock.host_kv_tokens", "mock.disk_kv_tokens", "links.lends"),
 )
 """Honoured too, several together; those in bytes by the bytes that the timing has for a token."""
-_SCALES: Final = {
-    "routing.max_index_mb": 1 << 20,
-    "engine.max_below_mb": 1 << 20,
-    "mock.device_slice_ms": 1e-3,
-}
+_SCALES: Final = {"max_index_mb": 1 << 20, "max_below_mb": 1 << 20, "device_slice_ms": 1e-3}
 _NO_TENANTS: Final = "requests of a trace have no tenants: each session counts as one"
 REFUSED: Final = {
     "engine.kv_dtype": "give --timing and --kv-tokens of an engine with that KV",
@@ -110,9 +98,9 @@ def settled(
         named = applied.get("mock.timing") if app.is_mocked else app.routing.timing
         config = replace(config, timing=named or DEFAULT_TIMING)
     for key, path in HONOURED.items():
-        value = applied.get(key)
-        if value is not None:
-            config = _with(config, path, value * _SCALES[key] if key in _SCALES else value)
+        if (value := applied.get(key)) is not None:
+            scale = _SCALES.get(key.partition(".")[2])
+            config = _with(config, path, value if scale is None else value * scale)
     if applied.keys() & {"workers", "mock.engines_per_worker"}:
         config = replace(config, engines=app.num_workers)
     known = {*HONOURED, *SIZES, *REFUSED, "model"}
@@ -143,10 +131,8 @@ def _sized(
     elif app.kv_nbytes is not None and "engine.kv_gib" in applied:
         kv_tokens = tokens("engine.kv_gib", app.kv_nbytes)
     host, disk = mock.host_kv_tokens, mock.disk_kv_tokens
-    if engine.host_gib:
-        host = tokens("engine.host_gib", engine.host_gib * 2**30)
-    if engine.disk_path is not None:
-        disk = tokens("engine.disk_gib", engine.disk_gib * 2**30)
+    host = tokens("engine.host_gib", engine.host_gib * 2**30) if engine.host_gib else host
+    disk = tokens("engine.disk_gib", engine.disk_gib * 2**30) if engine.disk_path else disk
     if host or disk:
         config = replace(config, tiers=TierConfig(host, disk))
     # Live mocked engines lend nothing.

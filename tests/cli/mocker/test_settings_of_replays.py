@@ -1,4 +1,4 @@
-"""K26, part: a replay honours, or refuses by name, each setting of a live fleet, and says what has no effect."""
+"""K26, part: a replay honours or refuses each setting of a live fleet by name, and says what has no effect."""
 
 import json
 import re
@@ -293,7 +293,7 @@ def test_options_without_effect_are_named(
         (
             0.04,
             {},
-            "doubtful: 26,087 requests/s: if the timestamps are seconds, give --speedup 0.001",
+            "doubtful: 26,087 requests/s; if the timestamps are seconds, give --speedup 0.001",
         ),
         (4e10, {}, "if nanoseconds, --speedup 1000000"),
         (40.0, {"hash_ids": []}, "none with hash_ids: no cache can find anything"),
