@@ -1595,11 +1595,15 @@ SECTIONS = {
 }
 
 
+def load(name: str) -> Json:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
 def page() -> str:
     """docs/benchmarks.md."""
     parts = [HEAD]
     for name, section in SECTIONS.items():
-        data = json.loads((RESULTS / f"{name}.json").read_text())
+        data = load(name)
         text = f"`{section.command}` (`bench/results/{name}.json`). {section.note}".rstrip()
         if "commit" in data:
             text += f" Commit {data['commit']}, {data['machine']}, {data['processor']}."
