@@ -458,8 +458,6 @@ def cost_model(config: AppConfig) -> "CostModel":
 
     Raises ConfigError: no such timing.
     """
-    from mallee.mocker import prices
-    from mallee.mocker.timing import load_timing
     from mallee.router.config import CostModel
 
     routing, block_size = config.routing, config.engine.block_size
@@ -468,6 +466,9 @@ def cost_model(config: AppConfig) -> "CostModel":
     if name is None and config.is_mocked:
         name, speedup = config.mock.timing, config.mock.speedup or 1.0
     if name is not None:
+        from mallee.mocker import prices  # others need no timing models
+        from mallee.mocker.timing import load_timing
+
         timing = load_timing(name, kv_tokens=(config.num_blocks or 1) * block_size)
         cost = prices.cost_model(replace(timing, speedup=speedup), block_size)
     return replace(cost, **figures, expected_output_tokens=routing.expected_output_tokens)

@@ -109,12 +109,13 @@ def sweep(
 
     check_out(out)
     numbers, bisects = _engines(engines)
-    rooms = [] if kv_tokens is None else _numbers("kv-tokens", kv_tokens)
+    rooms = [] if kv_tokens is None else _numbers("kv-tokens", kv_tokens, int)
     fleets = Grid(numbers, _words("policy", policy), rooms, bisects)
     room = rooms[0] if rooms else None
+    timings: list[str | None] = [None] if timing is None else [*_words("timing", timing)]
     bases = [
         fleet.replay_config(each, room, speedup=speed, engines=max(numbers))
-        for each in (_words("timing", timing) if timing is not None else (None,))
+        for each in timings
         for speed in _numbers("speedup", speedup, float)
     ]
     seed = bases[0].seed
@@ -233,14 +234,14 @@ def _engines(given: str) -> tuple[list[int], bool]:
     """Numbers of engines, and whether to bisect. Raises ConfigError."""
     first, dots, last = given.partition("..")
     if not dots:
-        return _numbers("engines", given), False
-    ends = [*_numbers("engines", first), *_numbers("engines", last)]
+        return _numbers("engines", given, int), False
+    ends = [each for end in (first, last) for each in _numbers("engines", end, int)]
     if len(ends) != 2 or ends[0] >= ends[1]:
         raise ConfigError(f"--engines={given}: give FIRST..LAST, as 1..32")
     return list(range(ends[0], ends[1] + 1)), True
 
 
-def _numbers(name: str, given: str, kind: Callable[[str], N] = int) -> list[N]:  # type: ignore[assignment]
+def _numbers(name: str, given: str, kind: Callable[[str], N]) -> list[N]:
     """Raises ConfigError naming the option."""
     try:
         values = [kind(part) for part in _words(name, given)]
