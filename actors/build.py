@@ -15,7 +15,7 @@ import uuid
 from collections import ChainMap
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from mallee.gateway.metrics import GatewayMetrics
     from mallee.gateway.recording.recorder import Recorder
     from mallee.gateway.requests.spans import RequestSpans
+    from mallee.router.config import CostModel
     from mallee.router.dispatch.queue import AdmissionConfig
     from mallee.router.router import Router
     from mallee.runtime.telemetry.listener import MetricsListener
@@ -439,18 +440,17 @@ def build_router(
     clock: Callable[[], float] = time.monotonic,
 ) -> "Router":
     """A router. With `shared_as`, a gateway's name, its bookings are broadcast to other gateways."""
-    from mallee.router.config import CostModel, RouterConfig  # numba: see above
+    from mallee.router.config import RouterConfig  # numba: see above
     from mallee.router.router import Router
     from mallee.router.sync.outbox import Outbox
 
     routing = config.routing
-    figures: dict[str, Any] = {str(name): value for name, value in routing.cost.items()}
     return Router(
         RouterConfig(
             block_size=config.engine.block_size,
             lease_s=lease_s(config),
             busy_ratio=config.admission.busy_rows_ratio,
-            cost=CostModel(**figures, expected_output_tokens=routing.expected_output_tokens),
+            cost=cost_model(config),
             max_workers=config.worker_room,
             policy=routing.policy,
             temperature=routing.temperature,
@@ -460,6 +460,27 @@ def build_router(
         clock=clock,
         outbox=None if shared_as is None else Outbox(shared_as, Incarnation(time.time_ns())),
     )
+
+
+def cost_model(config: AppConfig) -> "CostModel":
+    """A router's prices: of `routing.timing` or of mocked engines' own, but for those of `routing.cost`.
+
+    Raises ConfigError: no such timing.
+    """
+    from mallee.router.config import CostModel
+
+    routing, block_size = config.routing, config.engine.block_size
+    figures: dict[str, Any] = {str(name): value for name, value in routing.cost.items()}
+    cost, speedup, name = CostModel(), 1.0, routing.timing
+    if name is None and config.is_mocked:
+        name, speedup = config.mock.timing, config.mock.speedup or 1.0
+    if name is not None:
+        from mallee.mocker import prices  # others need no timing models
+        from mallee.mocker.timing import load_timing
+
+        timing = load_timing(name, kv_tokens=(config.num_blocks or 1) * block_size)
+        cost = prices.cost_model(replace(timing, speedup=speedup), block_size)
+    return replace(cost, **figures, expected_output_tokens=routing.expected_output_tokens)
 
 
 def admission_config(config: AppConfig, access: "Access") -> "AdmissionConfig":
