@@ -65,17 +65,14 @@ def read_workload(
     _check_options(kind, limit, id_tokens, seed, sessions_per_hour, max_gap_s)
     lines = TraceFile(Path(path), problems, limit, sorts)
     file = _File(lines, list(islice(lines.numbered(), _PEEK_LINES)))
-    found = kind
-    if kind == "auto" and file.head:
-        found = file.kind()
+    file.require_requests()
+    found = file.kind() if kind == "auto" else kind
     note = ""
     if found not in _FORMS and (found != "rows" or file.has_odd_rows()):
         size = id_tokens or dag.ID_TOKENS
         file, note = file.unrolled(lambda: _unroller(found, seed, sessions_per_hour, size))
         id_tokens = size if found == "openai" else id_tokens
-    if not file.head:
-        first = f"; {problems.kept[0]}" if problems is not None and problems.kept else ""
-        raise ConfigError(f"trace {path}: there are no requests in it{first}")
+        file.require_requests()
     form = _UNROLLED.get(found, found)
     match form:
         case "sessions":
@@ -99,6 +96,13 @@ class _File:
 
     lines: TraceFile
     head: list[tuple[int, bytes]]
+
+    def require_requests(self) -> None:
+        """Raises ConfigError if there is no line of them."""
+        if not self.head:
+            kept = [] if self.lines.problems is None else self.lines.problems.kept
+            first = f"; {kept[0]}" if kept else ""
+            raise ConfigError(f"trace {self.lines.path}: there are no requests in it{first}")
 
     def kind(self) -> str:
         """By the first line, or, with problems, the first of a known form; "rows" is mooncake or agentic."""

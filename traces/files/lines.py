@@ -112,11 +112,15 @@ class TraceFile:
                 self.report(CodecError(what, line=number + 1, field=""))
 
     def _document(self, number: int, text: bytes) -> Iterator[tuple[int, bytes]]:
-        """Entries of the document that begins on line `number`, each with its own first line's number."""
+        """Entries of the document that begins on line `number`, each with its own first line's number.
+
+        The lines, if it is none.
+        """
         try:
             found = _document.decode(text)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            self.report(self.bad(number, f"a JSON document that can't be read: {error}", ""))
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            lines = enumerate(text.splitlines(), number)
+            yield from ((at, line) for at, line in lines if not line.isspace() and line)
             return
         at = 0
         for entry in map(bytes, found if isinstance(found, list) else [text.strip()]):

@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from mallee.protocol.errors import ConfigError
-from mallee.traces.files.lines import TraceFile
+from mallee.traces.files.lines import MAX_TOKENS, TraceFile
 from mallee.traces.formats.rows import Row
 
 _UNITS_S: Final = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
@@ -140,17 +140,19 @@ class Table:
     def __init__(self, columns: Columns, clock: Clock) -> None:
         self.clock = clock
         self._columns = columns
+        self._is_json = columns.of is _OWN
         self._header: list[str] | None = None  # of CSV, once it was read
 
     def __call__(self, file: TraceFile, number: int, line: bytes) -> Iterator[dict[str, Any]]:
-        if self._header is None and not line.lstrip().startswith(b"{"):
+        if self._header is None:
+            self._is_json |= line.lstrip().startswith(b"{")
+            if self._is_json:
+                yield self.row(file, number, file.decode(number, line, _object))
+                return
             self._header = [name.strip() for name in _cells(file, number, line)]
             if missing := _needed(self._columns) - set(self._header):
                 what = f"no column {', '.join(sorted(missing))} among {', '.join(self._header)}"
                 raise ConfigError(f"{file.path}, line {number}: {what}")
-            return
-        if self._header is None:
-            yield self.row(file, number, file.decode(number, line, _object))
             return
         cells = _cells(file, number, line)
         if len(cells) != len(self._header):
@@ -212,8 +214,8 @@ def _count(value: Any, least: int) -> int:
     number = float(value) if isinstance(value, str) else value
     if isinstance(number, bool) or not isinstance(number, int | float) or number % 1:
         raise ValueError("not a whole number")
-    if number < least:
-        raise ValueError(f"must be {least} or more")
+    if not least <= number <= MAX_TOKENS:
+        raise ValueError(f"must be {least} to {MAX_TOKENS}")
     return int(number)
 
 
