@@ -218,7 +218,9 @@ def test_zstd_without_the_package_says_what_to_install(
 
 
 @examples(60)
-@given(st.lists(st.binary(max_size=60) | st.sampled_from([row().encode(), row(tokens=3000).encode()])))
+@given(
+    st.lists(st.binary(max_size=60) | st.sampled_from([row().encode(), row(tokens=3000).encode()]))
+)
 def test_any_bytes_are_requests_or_problems(tmp_path: Path, lines: list[bytes]) -> None:
     path = tmp_path / "any"
     path.write_bytes(row().encode() + b"\n" + b"\n".join(lines))
