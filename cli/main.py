@@ -49,6 +49,7 @@ for _command in _COMMANDS:
     cli.command()(_command)
 for _module in (workers, keys, remote_sessions, capsules, synth):
     cli.add_typer(_module.group)
+cli.add_typer(synth.traces)
 
 
 def _print_version(wanted: bool) -> None:
