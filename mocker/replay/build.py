@@ -51,6 +51,8 @@ class ReplayBuilder(NamedTuple):
             max_waiting=_UNLIMITED,
             gang=False,  # an order within a batch that only real memory gains by
         )
+        if is_vllm := config.engine == "vllm":
+            scheduler = replace(scheduler, watermark=0.0)  # vLLM's default
         num_capsules = config.answer_capsules if has_forks else 0
         return FaultyFleet(
             self.clock,
@@ -66,6 +68,7 @@ class ReplayBuilder(NamedTuple):
             is_lending=config.can_migrate,
             device=config.device,
             spec=mock_spec(vocab_size=1 << 32, max_model_len=1 << 24, groups=config.groups),
+            is_vllm=is_vllm,
             join_role="decode" if config.prefill_engines else "both",
         )
 
