@@ -28,7 +28,7 @@ class Texts:
     def __init__(self, block_size: int, *, salt: str = "mock/") -> None:
         self.block_size = block_size
         self.notation = RunLengthNotation()
-        self.salt = salt
+        self._salt = salt
         self._next = 0
 
     def prompt(self, ids: Sequence[int], num_tokens: int, id_tokens: int) -> bytes:
@@ -69,7 +69,13 @@ class Texts:
     def hashes(self, raw: bytes) -> Hashes:
         """Of its full blocks, as the engines hash them."""
         text = self.notation.texts[raw]
-        return self.notation.hashes(text, self.block_size, salt=self.salt)
+        return self.notation.hashes(text, self.block_size, salt=self._salt)
+
+    def hashes_of(self, text: RunLengthTokens, parent: Sequence[int] = ()) -> list[int]:
+        """Of the full blocks of `text`, which follows those of the hashes `parent`."""
+        before = parent[-1] if parent else None
+        hashes = self.notation.hashes(text, self.block_size, salt=self._salt, parent=before)
+        return list(hashes.tolist())
 
     def drop(self, raw: bytes) -> None:
         """Forget a text that no command names any more."""
@@ -79,14 +85,14 @@ class Texts:
         """The same as `run_length_hashes`, sooner: most texts are whole blocks of a trace."""
         num_blocks, pieces = len(text) // self.block_size, id_tokens // self.block_size
         if id_tokens % self.block_size or num_blocks > len(ids) * pieces:
-            return run_length_hashes(text, self.block_size, salt=self.salt)
+            return run_length_hashes(text, self.block_size, salt=self._salt)
         first = np.array(ids, dtype=np.uint64) * np.uint64(id_tokens)
         if pieces == 1:
             last = first[:num_blocks] + np.uint64(id_tokens - 1)
         else:
             steps = np.arange(self.block_size - 1, id_tokens, self.block_size, dtype=np.uint64)
             last = (first[:, None] + steps).ravel()[:num_blocks]
-        return block_names(last, self.salt)
+        return block_names(last, self._salt)
 
     def _name(self) -> bytes:
         self._next += 1

@@ -83,7 +83,8 @@ class ServedProfiler:
     async def measure(self, conditions: dict[str, str | int | float]) -> TimingFile:
         """Measure every point. Raises ConfigError if the server refuses a request."""
         sweep, begun = self._sweep, self._clock()
-        await self._first_s(self._text(sweep.new[-1]))  # kernels are made for its shapes
+        await self._first_s(self._text(sweep.new[-1]))  # what comes for the first time takes longer
+        await asyncio.gather(*(self._tokens(self._text(1), _LAG) for _ in range(sweep.rows[-1])))
         columns = [await self._decodes(context) for context in sweep.context]
         request_s = await self._request_s(columns[0][0])
         prefills = [await self._prefills(new, request_s) for new in sweep.new]
@@ -128,16 +129,18 @@ class ServedProfiler:
 
     async def _decodes(self, context: int) -> list[float]:
         """Seconds of a decode step for each number of rows, whose prompts are cached."""
-        steps = self._sweep.steps * self._sweep.repeats
+        steps = self._sweep.steps
         length = max(1, context - (steps + _LAG) // 2)
         texts = [self._text(length) for _ in range(self._sweep.rows[-1])]
         for text in texts:
             await self._first_s(text)
         found = []
         for rows in self._sweep.rows:
-            streams = [self._tokens(text, steps + _LAG) for text in texts[:rows]]
-            gaps = _gaps(await asyncio.gather(*streams))
-            found.append(self.spreads.middle(f"decode of {rows} rows at {context}", gaps))
+            times = []
+            for _ in range(self._sweep.repeats):
+                streams = [self._tokens(text, steps + _LAG) for text in texts[:rows]]
+                times.append(_step_s(await asyncio.gather(*streams)))
+            found.append(self.spreads.middle(f"decode of {rows} rows at {context}", times))
         return found
 
     async def _first_s(self, text: list[int]) -> float:
@@ -175,8 +178,8 @@ class ServedProfiler:
         return drawn
 
 
-def _gaps(streams: Sequence[Sequence[float]]) -> list[float]:
-    """Mean seconds from token to token of each stream, while all of them run."""
+def _step_s(streams: Sequence[Sequence[float]]) -> float:
+    """Mean seconds from token to token while all streams run, of the stream in the middle."""
     begin, end = max(times[0] for times in streams), min(times[-1] for times in streams)
     found = []
     for times in streams:
@@ -187,4 +190,4 @@ def _gaps(streams: Sequence[Sequence[float]]) -> list[float]:
         raise ConfigError(
             f"{len(streams)} requests never ran at once: the server takes fewer; give --max-rows less"
         )
-    return [statistics.fmean(found)] if len(found) == 1 else found
+    return statistics.median(found)

@@ -29,9 +29,9 @@ class Recorder(VllmEngine):
 
     preempted: list[str]
 
-    def _preempt(self, request: VllmRequest) -> None:
+    def _give_way(self, request: VllmRequest) -> None:
         self.preempted.append(request.name)
-        super()._preempt(request)
+        super()._give_way(request)
 
 
 def make_engine(
@@ -88,7 +88,7 @@ def test_each_step_is_the_one_that_vllm_planned(name: str) -> None:
         assert ours == theirs, f"step {number}"
     assert len(steps) == len(recorded["steps"])
     assert cached == recorded["cached"]
-    assert engine.pool.num_free == engine.pool.num_blocks
+    assert len(engine.pool.free) == recorded["case"]["blocks"]
     assert engine.num_preemptions == {"roomy": 0, "tight": 3, "thrashing": 21, "watermark": 1}[name]
 
 
@@ -134,7 +134,7 @@ def test_a_text_that_never_fits_fails_and_a_cancelled_one_gives_its_blocks_back(
     assert engine.start(1.0) == 1.0
     assert [u.finish for u in engine.finish().updates] == ["cancelled"]
     assert engine.start(2.0) is None
-    assert engine.pool.num_free == 8
+    assert len(engine.pool.free) == 8
     with pytest.raises(ConfigError, match="Promote"):
         engine.submit(Promote("p", "c"))
 
@@ -168,5 +168,5 @@ def test_random_requests_leave_no_block_behind() -> None:
         case = {"blocks": blocks, "rows": drawn.randint(1, 20), "budget": drawn.randint(1, 200)}
         steps, cached, engine = run({**case, "watermark": drawn.choice((0.0, 0.2)), "seed": seed})
         assert len(cached) == len(requests(seed))
-        assert engine.pool.num_free == blocks
+        assert len(engine.pool.free) == blocks
         assert max(sum(num for _, num in step["planned"]) for step in steps) <= case["budget"]

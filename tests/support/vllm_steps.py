@@ -28,7 +28,7 @@ NUM_REQUESTS: Final = 70
 
 def requests(seed: int) -> list[dict[str, Any]]:
     """Prompts as (tokens of a shared text, own tokens), what they draw, and the step before which they come."""
-    drawn = random.Random(seed)  # noqa: S311 # a workload
+    drawn = random.Random(seed)  # a workload
     found, step = [], 0
     for number in range(NUM_REQUESTS):
         if drawn.random() < 0.7:
@@ -47,8 +47,8 @@ def requests(seed: int) -> list[dict[str, Any]]:
 
 
 def prompt(request: dict[str, Any]) -> list[int]:
-    shared = random.Random(request["text"]).choices(range(1000, 2000), k=200)  # noqa: S311
-    own = random.Random(request["name"]).choices(range(1000), k=request["own"])  # noqa: S311
+    shared = random.Random(request["text"]).choices(range(1000, 2000), k=200)
+    own = random.Random(request["name"]).choices(range(1000), k=request["own"])
     return shared[: request["shared"]] + own
 
 
@@ -108,13 +108,17 @@ def record(model: str, case: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     if "VLLM_STEPS_MODEL" not in os.environ:
-        from support.vllm_driving import PYTHON, vllm_environment
-
         from mallee.worker.model.loading.source import resolve_model
+        from support.vllm_driving import PYTHON, vllm_environment
 
         python = Path(os.environ[PYTHON])
         model = {"VLLM_STEPS_MODEL": str(resolve_model("smollm2"))}
-        command = [str(python), "-P", str(Path(__file__).resolve()), str(Path(sys.argv[1]).resolve())]
+        command = [
+            str(python),
+            "-P",
+            str(Path(__file__).resolve()),
+            str(Path(sys.argv[1]).resolve()),
+        ]
         subprocess.run(command, env=vllm_environment(python) | model, check=True)
         return
     found = {}
