@@ -32,7 +32,8 @@ _ABOVE_0 = ("speedup", "slo_ttft_s", "slo_itl_s")
 class ReplayConfig:
     """The fleet and how requests arrive. Values; may be sent to another process.
 
-    `engine`: whose rules the engines follow, Mallee's or vLLM's (`mocker.vllm`). `kv_tokens` of each engine; only whole blocks count.
+    `engine`: whose rules the engines follow, Mallee's or vLLM's (`mocker.vllm`). `kv_tokens` of each
+    engine; only whole blocks count.
     `block_size` 0: as many tokens as an id of the workload stands for. `speedup`: arrivals come so much
     faster than recorded. `concurrency`: so many requests are under way at most, and arrival times
     don't count (0: open loop, by arrival times). `max_requests`, `max_output_tokens`: 0 for no limit.

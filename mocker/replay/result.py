@@ -109,7 +109,7 @@ def summarise(workload: Workload, simulation: Simulation, wall: Wall) -> Result:
 
 
 _SETTINGS = (
-    *("engines", "policy", "kv_tokens", "speedup", "concurrency", "gateways", "max_rows"),
+    *("engine", "engines", "policy", "kv_tokens", "speedup", "concurrency", "gateways", "max_rows"),
     *("max_step_tokens", "max_requests", "max_output_tokens", "keeps_order", "shared_reads"),
     *("prefill_engines", "can_migrate", "retain_s", "seed"),
 )

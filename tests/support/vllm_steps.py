@@ -27,7 +27,7 @@ NUM_REQUESTS: Final = 70
 
 
 def requests(seed: int) -> list[dict[str, Any]]:
-    """Prompts as (tokens of a shared text, own tokens), what they draw, and the step before which they come."""
+    """Prompts (tokens of a shared text, own tokens), what they draw, and the step before which they come."""
     drawn = random.Random(seed)  # a workload
     found, step = [], 0
     for number in range(NUM_REQUESTS):

@@ -1,4 +1,4 @@
-"""`mallee profile --engine vllm`: a server that takes time by a law comes back as that law; what is refused."""
+"""`mallee profile --engine vllm`: a server that takes time by a law comes back as it; what is refused."""
 
 import asyncio
 import json
@@ -103,7 +103,7 @@ async def measured(server: Server, sweep: Sweep = SWEEP) -> tuple[TimingFile, Se
 
 
 async def test_the_law_of_a_server_comes_back_point_by_point() -> None:
-    """X22, part: prefills behind cached prefixes, decodes of rows, and what a request takes beside its pass."""
+    """X22, part: prefills behind cached prefixes, decodes of rows, and what a request takes beside."""
     found, profiler = await measured(Server())
     timing = found.timing()
     assert timing.request_s == pytest.approx(REQUEST_S, abs=2e-4)
@@ -170,8 +170,9 @@ async def test_a_replay_foretells_a_live_vllm(tmp_path: Path) -> None:
     with fidelity.server(os.environ["MALLEE_VLLM_PYTHON"], tmp_path) as url:
         timing = await asyncio.to_thread(fidelity.profiled, url, tmp_path)
         lives, preemptions = await fidelity.played(url, requests)
-    found = fidelity.compare(lives, preemptions, fidelity.told(requests, timing))
-    assert found["requests"] == len(requests)
-    assert found["hit_rate"]["told"] == pytest.approx(found["hit_rate"]["real"], abs=0.05)
+    real = fidelity.real_figures(lives, preemptions)
+    told = fidelity.told_figures(fidelity.told(requests, timing))
+    assert len(lives) == len(requests)
+    assert told.hit_rate == pytest.approx(real.hit_rate, abs=0.05)
     assert timing.conditions["kv_tokens"] == fidelity.NUM_BLOCKS * SIZE
     assert timing.timing().step_s([(512, 0)], 0, 0) > timing.timing().step_s([(16, 0)], 0, 0)
