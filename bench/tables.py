@@ -1661,6 +1661,10 @@ SECTIONS = {
 }
 
 
+def load(name: str) -> Json:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
 def page() -> str:
     """docs/benchmarks.md."""
     return "\n".join([HEAD, *(part for name in SECTIONS for part in section_of(name))])
@@ -1676,7 +1680,7 @@ def fidelity_page() -> str:
 def section_of(name: str) -> Iterator[str]:
     """Its title, what it is about, and its tables."""
     section = SECTIONS[name]
-    data = json.loads((RESULTS / f"{name}.json").read_text())
+    data = load(name)
     text = f"`{section.command}` (`bench/results/{name}.json`). {section.note}".rstrip()
     if "commit" in data:
         text += f" Commit {data['commit']}, {data['machine']}, {data['processor']}."
