@@ -769,6 +769,12 @@ def fidelity_vllm(data: Json) -> Iterator[str]:
     }
     columns = {names[name]: (f"off/{name}", bar) for name, bar in bars.items()}
     columns["tokens a second"] = ("off/throughput", 0.04)
+    busy, noise = max(data["busy_cores"]), max(data["noise"])
+    yield (
+        f"Beside it other work used {busy:g} of the cores ({data['machine']}); one time in ten of the profile is"
+        f" more than {noise:.0%} off its point's median, and half of its cells changed by more than"
+        f" {abs(data['drift']['median']):.0%} from before to after the scenes.\n"
+    )
     yield offs(((name, run["holds"], run) for name, run in scenes), columns)
     yield grid(
         "real / replayed",

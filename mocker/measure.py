@@ -191,7 +191,11 @@ class Profiler:
         prefills = [self._prefills(new) for new in sweep.new]
         columns = [self._decodes(context) for context in sweep.context]
         return TimingFile(
-            conditions={**conditions, "profile_s": round(self._clock() - begun, 1)},
+            conditions={
+                **conditions,
+                "profile_s": round(self._clock() - begun, 1),
+                "noise": self.spreads.noise,
+            },
             kv_bytes_per_token=self.forward.spec.kv_bytes_per_token,
             jitter=self.spreads.jitter,
             shares_reads=True,

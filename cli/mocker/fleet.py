@@ -45,6 +45,9 @@ class FleetOptions:
         typer.Option("--open-loop", help="Requests arrive by the clock, and wait for no others."),
     ] = False
     gateways: Annotated[int, typer.Option(help="Router replicas.")] = 1
+    engine: Annotated[str, typer.Option(help="Whose rules workers follow: mallee or vllm.")] = (
+        "mallee"
+    )
     timing: TimingOption = DEFAULT_TIMING
     block_size: BlockSizeOption = None
     max_rows: Annotated[int, typer.Option(help="Branches that a worker runs at once.")] = 256
@@ -78,6 +81,7 @@ class FleetOptions:
             concurrency=count("concurrency", self.concurrency) or 0,
             keeps_order=not self.open_loop,
             gateways=self.gateways,
+            engine=self.engine,
             max_rows=self.max_rows,
             device=DeviceConfig(self.engines_per_device, above_0("slice-ms", self.slice_ms) * 1e-3),
             faults=() if self.faults is None else load_faults(self.faults),

@@ -35,9 +35,6 @@ if TYPE_CHECKING:
 def replay(
     trace: TraceArgument,
     engines: Annotated[int, typer.Option(help="Workers, each with a cache of its own.")] = 4,
-    engine: Annotated[
-        str, typer.Option(help="Whose rules the workers follow: mallee or vllm.")
-    ] = "mallee",
     policy: Annotated[str, typer.Option(help=POLICIES)] = "cost",
     kv_tokens: Annotated[
         int | None,
@@ -99,7 +96,6 @@ def replay(
     config = replace(
         fleet.config(),
         engines=engines,
-        engine=engine,
         policy=policy,
         kv_tokens=kv_tokens_of(timing, kv_tokens, fleet.engines_per_device),
         event_lag_s=at_least_0("event-lag", event_lag) * 1e-3,

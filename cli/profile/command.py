@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 BLOCK_SIZE = 16
 MAX_NOISE = 0.25  # beyond it one time in ten says nothing
 MAX_BUSY_SHARE = 0.25  # of the cores
+_REMEDY = "stop what else runs on this machine, or give --force to save the times as they are"
 
 Conditions: TypeAlias = dict[str, str | int | float]
 
@@ -109,14 +110,16 @@ def profile(
     if engine == "vllm":
         if out is None or trace is not None or random_weights:
             raise ConfigError("--engine vllm: give --to FILE, without --trace or --random-weights")
-        measured = asyncio.run(_measure_served(model, wanted, console))
-        written = {"profile": _save(*measured, out, console, force=force)}
+        busy = _check_idle(force=force)
+        measured = asyncio.run(_measure_served(model, wanted, busy, console))
+        written = {"profile": _save(measured, out, console, force=force)}
         if as_json:
-            print_json({"conditions": measured[0].conditions, **written})
+            print_json({"conditions": measured.conditions, **written})
         return
     if engine != "mallee":
         raise ConfigError(f"--engine {engine}: give mallee or vllm")
     require_serve_extra()
+    busy = _check_idle(force=force or out is None)
     threads = threads or os.cpu_count() or 1
     load = _drawn if random_weights else _stored
     with console.status(f"loading {model} ..."):
@@ -129,6 +132,7 @@ def profile(
         "threads": threads,
         "block_size": BLOCK_SIZE,
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "busy_cores": busy,
     }
     written = {}
     if trace is not None:
@@ -139,7 +143,7 @@ def profile(
         written["trace"] = {"file": str(trace), "steps": num_steps}
     if out is not None:
         timed = _measure(forward, wanted, conditions=conditions, console=console)
-        written["profile"] = _save(*timed, out, console, force=force)
+        written["profile"] = _save(timed, out, console, force=force)
     if as_json:
         print_json({"conditions": conditions, **written})
 
@@ -231,9 +235,9 @@ def _record(
 
 def _measure(
     forward: "TorchForward", wanted: "Sweep", *, conditions: Conditions, console: Console
-) -> tuple["TimingFile", float]:
-    """The times of passes, and their noise."""
-    from mallee.mocker.measure import Profiler, busy_cores
+) -> "TimingFile":
+    """The times of passes."""
+    from mallee.mocker.measure import Profiler
 
     sweep = wanted.fitted_to(forward.spec.max_model_len, forward.num_blocks, BLOCK_SIZE)
     profiler = Profiler(
@@ -244,18 +248,14 @@ def _measure(
         report=partial(_report, console),
     )
     with console.status("measuring ..."):
-        found = profiler.measure({**conditions, "busy_cores": busy_cores()})
-    return found, profiler.spreads.noise
+        return profiler.measure(conditions)
 
 
-async def _measure_served(
-    url: str, wanted: "Sweep", console: Console
-) -> tuple["TimingFile", float]:
+async def _measure_served(url: str, wanted: "Sweep", busy: float, console: Console) -> "TimingFile":
     """The same of the server at `url`."""
     import httpx
 
     from mallee.cli.profile.vllm import ServedProfiler, served
-    from mallee.mocker.measure import busy_cores
 
     async with httpx.AsyncClient(base_url=url, timeout=600.0, trust_env=False) as client:
         server = await served(client)
@@ -267,30 +267,36 @@ async def _measure_served(
             "block_size": server.block_size,
             "kv_tokens": server.num_blocks * server.block_size,
             "mallee": mallee.__version__,
-            "busy_cores": busy_cores(),
+            "busy_cores": busy,
         }
         profiler = ServedProfiler(client, server, sweep, report=partial(_report, console))
         with console.status("measuring ..."):
-            return await profiler.measure(conditions), profiler.spreads.noise
+            return await profiler.measure(conditions)
 
 
 def _report(console: Console, line: str) -> None:
     console.print(f"[dim]{line}[/]", highlight=False)
 
 
-def _save(
-    found: "TimingFile", noise: float, out: Path, console: Console, *, force: bool
-) -> dict[str, Any]:
-    """Write a timing and how far to trust it. Raises ConfigError if the machine was busy, unless forced."""
-    busy, cores = float(found.conditions["busy_cores"]), os.cpu_count() or 1
-    told = f"one time in ten is more than {noise:.0%} off its point's median"
-    told += f", and other work kept {busy:.1f} of {cores} cores busy before"
-    if (noise > MAX_NOISE or busy > MAX_BUSY_SHARE * cores) and not force:
-        raise ConfigError(f"{out} is not written: {told}; stop what else runs, or give --force")
-    found.conditions["noise"] = noise
+def _save(found: "TimingFile", out: Path, console: Console, *, force: bool) -> dict[str, Any]:
+    """Write a timing, and print how far to trust it. Raises ConfigError for a noisy one, unless forced."""
+    noise = float(found.conditions["noise"])
+    told = f"one time in ten is more than {noise:.0%} off the median of its point"
+    if noise > MAX_NOISE and not force:
+        raise ConfigError(f"{out} is not written: {told}; {_REMEDY}")
     found.save(out)
     console.print(f"wrote {out}: jitter {found.jitter:.3f}; {told}", highlight=False)
-    return {"file": str(out), "jitter": found.jitter, "noise": noise, "busy_cores": busy}
+    return {"file": str(out), "jitter": found.jitter, "noise": noise}
+
+
+def _check_idle(*, force: bool) -> float:
+    """The cores that others use now. Raises ConfigError if they are too many, unless forced."""
+    from mallee.mocker.measure import busy_cores
+
+    busy, cores = busy_cores(), os.cpu_count() or 1
+    if busy > MAX_BUSY_SHARE * cores and not force:
+        raise ConfigError(f"other work uses {busy:.1f} of {cores} cores here; {_REMEDY}")
+    return busy
 
 
 def _check_target(option: str, target: Path) -> None:

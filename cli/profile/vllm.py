@@ -89,7 +89,11 @@ class ServedProfiler:
         request_s = await self._request_s(columns[0][0])
         prefills = [await self._prefills(new, request_s) for new in sweep.new]
         return TimingFile(
-            conditions={**conditions, "profile_s": round(self._clock() - begun, 1)},
+            conditions={
+                **conditions,
+                "profile_s": round(self._clock() - begun, 1),
+                "noise": self.spreads.noise,
+            },
             request_s=request_s,
             jitter=self.spreads.jitter,
             model=GridData(

@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from bench.engine.policies import make_order
+from bench.mocker.policies import make_order
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.ids import branch_seed
 from mallee.protocol.messages import (

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from bench.engine.policies import Fcfs
+from bench.mocker.policies import Fcfs
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import ConfigError
 from mallee.protocol.messages import Command, Fork, Generate, Limits, Prefill, Sampling, pack_tokens
