@@ -771,11 +771,19 @@ def fidelity_vllm(data: Json) -> Iterator[str]:
     columns["tokens a second"] = ("off/throughput", 0.04)
     busy, noise = max(data["busy_cores"]), max(data["noise"])
     yield (
-        f"Beside it other work used {busy:g} of the cores ({data['machine']}); one time in ten of the profile is"
-        f" more than {noise:.0%} off its point's median, and half of its cells changed by more than"
+        f"Beside it other work used {busy:g} of the cores ({data['machine']}); one time in ten of the profile"
+        f" is more than {noise:.0%} off its point's median, and half of its cells changed by more than"
         f" {abs(data['drift']['median']):.0%} from before to after the scenes.\n"
     )
     yield offs(((name, run["holds"], run) for name, run in scenes), columns)
+    yield offs(
+        (
+            (f"{name}, at {run['speed']:.2f} of the profile's speed", part["holds"], part)
+            for name, run in scenes
+            for part in [run["at_speed"]]
+        ),
+        columns,
+    )
     yield grid(
         "real / replayed",
         scenes,
@@ -1571,7 +1579,8 @@ SECTIONS = {
         "python -m bench.mocker.fidelity_vllm --vllm PYTHON",
         "A vLLM server on one core, and `mallee replay --engine vllm` under its profile: documents of 0.7,"
         " 1.4 and 3 times its KV memory. Bold: beyond 10 % (TTFT p50), 5 % (ITL p50), 4 % (tokens a second)."
-        " *Played again*: by how much a second play on the server is off the first.",
+        " The second table replays each scene at the speed that the machine had for requests which ran alone"
+        " before and after it. *Played again*: by how much a second play on the server is off the first.",
         fidelity_vllm,
     ),
     "synth": Section("Synthesizer: speed", "python -m bench.synth", "", synth),

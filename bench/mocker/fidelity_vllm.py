@@ -7,8 +7,9 @@ float32, one thread, KV for 128 blocks of 32 tokens) is measured with `mallee pr
 and after. Between, each scene runs on it over HTTP: open arrivals of questions about documents picked at
 random, some of them asked several ways at once, some gone on with after their answers. Pressure is the tokens
 of all documents over those of the KV memory. `mallee.mocker.replay` plays the same scenes under that profile.
-Some are played on the server again: no replay is nearer than the server to itself. Wants a quiet machine:
-six minutes. The last line is one JSON object.
+The machine's speed changes meanwhile: requests that run alone before and after a scene say how fast it was,
+and the scene is replayed at that speed too. Some are played on the server again: no replay is nearer than the
+server to itself. Wants a quiet machine: six minutes. The last line is one JSON object.
 """
 
 import argparse
@@ -24,6 +25,8 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -54,6 +57,7 @@ SEEDS: Final = (1, 2)
 BARS: Final = {"ttft_p50": 0.10, "itl_p50": 0.05, "throughput": 0.04}
 START_S: Final = 240
 _DOCUMENT: Final = 12  # blocks
+_PROBE: Final = 256
 _FIRST_ID, _NUM_IDS = 1000, 7_000  # tokens that are drawn from
 
 
@@ -104,6 +108,13 @@ class Life(NamedTuple):
     tokens: list[float]
     cached: int
     num_prompt: int
+
+
+class Probe(NamedTuple):
+    """Seconds of a request for one token after a prompt of `_PROBE` tokens, and of a decode step."""
+
+    prompt_s: float
+    decode_s: float
 
 
 class Player:
@@ -178,14 +189,14 @@ def _drawn(key: int, num: int) -> list[int]:
     return [_FIRST_ID + splitmix64(key, j + 1) % _NUM_IDS for j in range(num)]
 
 
-def told(requests: Sequence[Request], timing: TimingFile) -> Result:
-    """The same scene, replayed."""
+def told(requests: Sequence[Request], timing: TimingFile, speed: float = 1.0) -> Result:
+    """The same scene, replayed on a machine that is `speed` times as fast as the profile's."""
     config = ReplayConfig(
         engines=1,
         engine="vllm",
         kv_tokens=NUM_BLOCKS * BLOCK,
         block_size=BLOCK,
-        timing=timing.timing(),
+        timing=replace(timing.timing(), speedup=speed),
         policy="round_robin",
         max_rows=MAX_ROWS,
         max_step_tokens=STEP_TOKENS,
@@ -316,6 +327,32 @@ async def played(
         return lives, await _preemptions(client) - before
 
 
+async def probed(url: str) -> Probe:
+    """Medians of a few requests that run alone."""
+    async with httpx.AsyncClient(base_url=url, timeout=300, trust_env=False) as client:
+
+        async def ask(num_prompt: int, num: int) -> float:
+            prompt = random.choices(range(_FIRST_ID, _FIRST_ID + _NUM_IDS), k=num_prompt)
+            body = {"model": MODEL, "prompt": prompt, "max_tokens": num, "ignore_eos": True}
+            begun = time.perf_counter()
+            (await client.post("/v1/completions", json=body)).raise_for_status()
+            return time.perf_counter() - begun
+
+        prompts = [await ask(_PROBE, 1) for _ in range(5)]
+        decodes = [(await ask(8, 17) - await ask(8, 1)) / 16 for _ in range(5)]
+    return Probe(statistics.median(prompts), statistics.median(decodes))
+
+
+def speed_of(probes: Sequence[Probe], timing: TimingFile) -> float:
+    """The machine's speed beside the profile's, by what was asked of it around a scene."""
+    wanted = timing.timing()
+    prompt_s = wanted.request_s + wanted.step_s([(_PROBE, 0)], 0, 0)
+    decode_s = wanted.step_s([], 1, 16)
+    ratios = [prompt_s / probe.prompt_s for probe in probes]
+    ratios += [decode_s / probe.decode_s for probe in probes]
+    return statistics.geometric_mean(ratios)
+
+
 async def _preemptions(client: httpx.AsyncClient) -> int:
     page = (await client.get("/metrics")).text
     name = "vllm:num_preemptions_total{"
@@ -345,18 +382,22 @@ def main() -> None:
     wanted = scenes(args.seconds, args.rate, is_quick=args.quick)
     with tempfile.TemporaryDirectory() as name, server(args.vllm, Path(name)) as url:
         before = profiled(url, Path(name))
-        real = {name: asyncio.run(played(url, each)) for name, each in wanted.items()}
-        again = {
-            name: asyncio.run(played(url, each, salt=1))
-            for name, each in list(wanted.items())[: len(PRESSURES)]
-        }
+        real, again = {}, {}
+        probes = [asyncio.run(probed(url))]
+        for name, each in wanted.items():
+            real[name] = asyncio.run(played(url, each))
+            probes.append(asyncio.run(probed(url)))
+        for name in list(wanted)[: len(PRESSURES)]:
+            again[name] = asyncio.run(played(url, wanted[name], salt=1))
         after = profiled(url, Path(name))
     timing = averaged(before, after)
     report: dict[str, Any] = {}
-    for name, requests in wanted.items():
-        figures = real_figures(*real[name])
+    for (name, requests), around in zip(wanted.items(), pairwise(probes), strict=True):
+        figures, speed = real_figures(*real[name]), speed_of(around, timing)
         found = report[name] = compare(figures, told_figures(told(requests, timing)))
-        found["requests"] = len(requests)
+        found |= {"requests": len(requests), "speed": speed}
+        at_speed = compare(figures, told_figures(told(requests, timing, speed)))
+        found["at_speed"] = {key: at_speed[key] for key in ("off", "holds")}
         if name in again:  # a second play is off by as much, and nothing was foretold
             found["again"] = compare(figures, real_figures(*again[name]))["off"]
         print(f"{name}: {json.dumps(rounded(found))}", file=sys.stderr)

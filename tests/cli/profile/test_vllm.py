@@ -9,13 +9,16 @@ from typing import Any
 
 import httpx
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from bench.mocker import fidelity_vllm as fidelity
 from mallee.cli.main import cli
+from mallee.cli.profile.command import _save
 from mallee.cli.profile.vllm import ServedProfiler, served
 from mallee.mocker.measure import Spreads, Sweep, busy_cores
-from mallee.mocker.timing.files import TimingFile
+from mallee.mocker.timing.files import GridData, TimingFile, read_timing
+from mallee.mocker.timing.grid import Decodes, Prefills
 from mallee.protocol.errors import ConfigError
 
 SIZE = 32
@@ -145,6 +148,29 @@ def test_noise_is_how_far_one_time_in_ten_is_off() -> None:
         spreads.middle("point", [1.0] * 9 + [1.5] * 2)
     assert spreads.noise == pytest.approx(0.5)
     assert spreads.jitter == 0.0
+
+
+def test_a_busy_machine_is_refused_unless_forced(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Before anything is loaded; noisy times are refused when they are there."""
+    monkeypatch.setattr("mallee.mocker.measure.busy_cores", lambda: 1e3)
+    out = tmp_path / "t.json"
+    for arguments in (["no/such"], ["http://127.0.0.1:9", "--engine", "vllm"]):
+        command = ["profile", *arguments, "--to", str(out)]
+        told = str(CliRunner().invoke(cli, command).exception)
+        assert "other work uses 1000.0 of" in told
+        assert "give --force" in told
+        assert "other work" not in str(CliRunner().invoke(cli, [*command, "--force"]).exception)
+    model = GridData(
+        Prefills((1, 2), (0,), ((1.0,), (2.0,))), Decodes((1, 2), (1,), ((1.0,), (2.0,)))
+    )
+    noisy = TimingFile(conditions={"noise": 0.4}, model=model)
+    with pytest.raises(ConfigError, match="is more than 40% off the median of its point"):
+        _save(noisy, out, Console(), force=False)
+    assert not out.exists()
+    assert _save(noisy, out, Console(), force=True)["noise"] == 0.4
+    assert read_timing(out).conditions == {"noise": 0.4}
 
 
 def test_busy_cores_are_read_while_the_process_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
