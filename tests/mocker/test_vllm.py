@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from mallee.mocker.replay.config import ReplayConfig
+from mallee.mocker.replay.fleet.faults import parse_faults
 from mallee.mocker.replay.run import replay
 from mallee.mocker.texts import Texts
 from mallee.mocker.timing import Fixed, Timing
@@ -152,6 +153,17 @@ def test_forks_and_conversations_replay_on_vllms_rules(kv_tokens: int) -> None:
         assert int(result.columns.output_tokens.sum()) == wanted
         assert result.summary["hit_rate"] > 0.4
         assert replay(scene, config).summary["digest"] == result.summary["digest"]
+
+
+def test_what_a_crash_takes_along_is_drawn_elsewhere() -> None:
+    faults = parse_faults('[{"kind": "crash", "at_s": 0.1, "worker": "w0"}]')
+    scene = forks(6, 8, prefix_tokens=1024, gap_s=0.01)
+    config = ReplayConfig(engines=2, kv_tokens=16_384, engine="vllm", faults=faults)
+    result = replay(scene, config)
+    wanted = sum(request.branches * request.output_tokens for request in scene)
+    assert int(result.columns.output_tokens.sum()) == wanted
+    assert result.summary["retries"] > 0
+    assert not result.summary["errors"]
 
 
 def test_what_vllms_rules_do_not_have_is_refused_by_name() -> None:

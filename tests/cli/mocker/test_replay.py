@@ -72,6 +72,16 @@ def test_the_last_line_is_one_object(policy: str, tmp_path: Path) -> None:
         ("--host-kv-tokens", "51200", "--disk-kv-tokens", "51200", "--kv-tokens", "32768"),
         ("--migrate", "--no-shared-reads"),
         ("--open-loop",),
+        (
+            "--engine",
+            "vllm",
+            "--gateways",
+            "2",
+            "--engines-per-device",
+            "2",
+            "--kv-tokens",
+            "32768",
+        ),
     ],
 )
 def test_options_are_taken(options: tuple[str, ...], tmp_path: Path) -> None:
@@ -85,6 +95,8 @@ def test_options_are_taken(options: tuple[str, ...], tmp_path: Path) -> None:
     [
         (("--engines", "0"), "engines=0: give at least 1"),
         (("--policy", "best"), "policy='best': give one of cost"),
+        (("--engine", "sglang"), "engine='sglang': give one of mallee, vllm"),
+        (("--engine", "vllm", "--migrate"), "can_migrate=True with engine='vllm'"),
         (("--block-size", "100"), "divisor or a multiple of 512"),
         (("--concurrency", "0"), "--concurrency=0"),
         (("--timing", "abacus"), "timing='abacus'"),
