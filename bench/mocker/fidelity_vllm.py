@@ -380,8 +380,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     wanted = scenes(args.seconds, args.rate, is_quick=args.quick)
-    with tempfile.TemporaryDirectory() as name, server(args.vllm, Path(name)) as url:
-        before = profiled(url, Path(name))
+    with tempfile.TemporaryDirectory() as folder, server(args.vllm, Path(folder)) as url:
+        before = profiled(url, Path(folder))
         real, again = {}, {}
         probes = [asyncio.run(probed(url))]
         for name, each in wanted.items():
@@ -389,7 +389,7 @@ def main() -> None:
             probes.append(asyncio.run(probed(url)))
         for name in list(wanted)[: len(PRESSURES)]:
             again[name] = asyncio.run(played(url, wanted[name], salt=1))
-        after = profiled(url, Path(name))
+        after = profiled(url, Path(folder))
     timing = averaged(before, after)
     report: dict[str, Any] = {}
     for (name, requests), around in zip(wanted.items(), pairwise(probes), strict=True):

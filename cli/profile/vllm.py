@@ -106,7 +106,7 @@ class ServedProfiler:
     def _prefixes(self) -> tuple[int, ...]:
         """Whole blocks: what is behind them is not cached."""
         size = self._server.block_size
-        return tuple(sorted({-(-prefix // size) * size for prefix in self._sweep.prefix}))
+        return tuple(sorted({prefix // size * size for prefix in self._sweep.prefix}))
 
     async def _request_s(self, decode_s: float) -> float:
         """Seconds that a request takes beside its pass, which is that of one decode."""
