@@ -46,6 +46,8 @@ class ReplayBuilder(NamedTuple):
             max_rows=config.max_rows,
             gang=False,  # an order within a batch that only real memory gains by
         )
+        if is_vllm := config.rules == "vllm":
+            scheduler = replace(scheduler, watermark=0.0)  # vLLM's default
         num_capsules = config.answer_capsules if has_forks else 0
         return FaultyFleet(
             self.clock,
@@ -63,6 +65,7 @@ class ReplayBuilder(NamedTuple):
             spec=mock_spec(
                 vocab_size=1 << 32, max_model_len=config.max_model_len, groups=config.groups
             ),
+            is_vllm=is_vllm,
             join_role="decode" if config.prefill_engines else "both",
         )
 
