@@ -129,7 +129,7 @@ def spelled(kind: type[T]) -> type[T]:
 
 
 class Listed(Sequence[B]):
-    """Branches of a client that blocks, as the list of them finished. One dropped unread ends them."""
+    """Branches of a client that blocks, as the list of them finished. Dropped before their end, they end."""
 
     _events: Any
     _response: Any
