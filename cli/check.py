@@ -458,12 +458,7 @@ def too_large(config: "AppConfig") -> Iterator[str]:
     kv_gib = 0.0 if is_counted else (config.kv_nbytes or 0) / 2**30
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**30
     for what, asked, there, keys in (
-        (
-            "GiB for KV",
-            kv_gib + config.engine.host_gib,
-            memory,
-            "engine.kv_gib and host_gib",
-        ),
+        ("GiB for KV", kv_gib + config.engine.host_gib, memory, "engine.kv_gib and host_gib"),
         ("CPUs", config.ray.worker_cpus, os.cpu_count() or 1, "ray.worker_cpus"),
         ("GPUs", config.worker_gpus, len([*_DEVICES.glob("nvidia[0-9]*")]), "ray.worker_gpus"),
     ):
@@ -482,10 +477,8 @@ def _unwritable(key: str, folder: str) -> Iterator[str]:
     """A fault if the folder is not there and can't be made, or can't be written."""
     path = Path(folder).expanduser()
     found = next(each for each in (path, *path.parents) if each.exists())
-    try:
-        tempfile.TemporaryFile(
-            dir=found
-        ).close()  # what a system's folder takes shows by trying alone
+    try:  # root may write everywhere by its modes, and yet not into /proc
+        tempfile.TemporaryFile(dir=found).close()
     except NotADirectoryError:
         yield f"{key}={folder!r}: {found} is no folder"
     except OSError as error:

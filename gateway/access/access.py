@@ -81,7 +81,7 @@ class Access:
 
     @property
     def expiries(self) -> dict[str, float]:
-        """When the next key and the certificate expire, in seconds since the epoch; 0: none does."""
+        """The ends of the next key and of the certificate, in seconds since the epoch; 0: there is none."""
         now = self._wall_clock()
         ends = (key.expires.timestamp() for key in self._ring.keys if key.expires is not None)
         next_end = min((end for end in ends if end > now), default=0.0)

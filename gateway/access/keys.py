@@ -125,14 +125,17 @@ def add_to(path: Path, entry: dict[str, Any]) -> None:
             _replace(path, _with_entry(text, entry, str(path)), before)
         finally:
             os.close(folder)
-    except OSError as error:
-        raise ConfigError(f"{path} can't be written: {error.strerror}; it is as it was") from error
+    except (OSError, UnicodeDecodeError) as error:
+        cause = getattr(error, "strerror", None) or "it is no UTF-8"
+        raise ConfigError(f"{path} can't be written: {cause}; it is as it was") from error
 
 
 def _with_entry(text: str, entry: dict[str, Any], source: str) -> str:
     """The file's text with one more key, found to be right."""
     num_keys = len(parse(text, source))
-    [(_, keys)] = yaml.compose(text, yaml.SafeLoader).value
+    document = yaml.compose(text, yaml.SafeLoader)
+    assert document is not None, "it is right"
+    [(_, keys)] = document.value
     start, end = keys.start_mark, keys.end_mark
     if not keys.value:
         made = f"{text[: start.index].rstrip()}\n{text_of(entry)}{text[end.index :]}"

@@ -31,7 +31,7 @@ def client_tls(files: TlsFiles) -> ssl.SSLContext:
 
 
 def expiry(files: TlsFiles) -> float:
-    """When the certificate, which was loaded before, expires, in seconds since the epoch."""
+    """The end of the certificate, which was loaded before, in seconds since the epoch."""
     from cryptography import x509  # where there is Ray
 
     found = x509.load_pem_x509_certificate(Path(files.cert).read_bytes())

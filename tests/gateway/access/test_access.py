@@ -61,7 +61,7 @@ def made(tmp_path: Path, clock: Clock) -> Callable[..., Access]:
 
 
 def test_a_key_is_put_into_a_file_whole_or_not_at_all(tmp_path: Path) -> None:
-    """Whatever stands there stays as it is written, the owner and the mode too; a new file is private."""
+    """All that stands there stays as it is written, the owner and the mode too; a new file is private."""
     file = tmp_path / "keys.yaml"
     add_to(file, ALICE.entry)
     assert file.stat().st_mode & 0o777 == 0o600

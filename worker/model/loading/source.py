@@ -129,8 +129,9 @@ def _from_hub(name: str) -> Path:
     except ImportError as e:  # a SOCKS proxy's
         raise ModelNotFound(f"{name!r} is not a directory, and can't be fetched: {e}") from e
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as e:
-        file = getattr(e, "filename", None)
-        cause = type(e).__name__ if file is None else f"{file}: {e.strerror}, set HF_HOME"
+        cause = type(e).__name__
+        if isinstance(e, OSError) and e.filename is not None:
+            cause = f"{e.filename}: {e.strerror}, set HF_HOME"
         raise ModelNotFound(
             f"{name!r} is neither a directory here nor a model the hub gave us"
             f" ({cause}); give a directory, a .gguf file, {SMOLLM2!r} or a hub id",
