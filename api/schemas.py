@@ -205,8 +205,8 @@ def _has_between(bounds: dict[str, Any]) -> bool:
     """
     if any(type(value) is not int or abs(value) > _EXACT for value in bounds.values()):
         return False
-    low = max(bounds.get("minimum", -_EXACT), bounds.get("exclusiveMinimum", -_EXACT) + 1)
-    high = min(bounds.get("maximum", _EXACT), bounds.get("exclusiveMaximum", _EXACT) - 1)
+    low: int = max(bounds.get("minimum", -_EXACT), bounds.get("exclusiveMinimum", -_EXACT) + 1)
+    high: int = min(bounds.get("maximum", _EXACT), bounds.get("exclusiveMaximum", _EXACT) - 1)
     return low <= high
 
 

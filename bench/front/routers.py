@@ -1,13 +1,13 @@
 """`mallee router` beside other routers: conversation hits, fan-outs, CPU for a request, added latency.
 
-    python -m bench.front.routers [--seconds 2] [--pods 4] [--vllm-router PATH] [--smg PATH] [--model smollm2]
+    python -m bench.front.routers [--seconds 2] [--pods 4] [--vllm-router PATH] [--model smollm2]
     python -m bench.front.routers --vllm-python PATH [--vllm-router PATH]
 
 Stub pods of vLLM in one process, each router in its own, the clients here: all on this machine's cores.
 Rounds by turns; medians. Prompts are token ids. Pods publish KV events, as vLLM does: `kv_aware` reads them,
-and Mallee with `--model`, for it names blocks by a tokenizer's tokens; the others predict. `round_robin` is
-Mallee's router with that policy. PATHs are the programs of vllm-router and smg (PyPI), in environments of
-their own.
+and `mallee_events`, which needs `--model`, the pods' tokenizer; the others predict. `round_robin` is
+Mallee's router with that policy. The first PATH is vllm-router's program (PyPI), in an environment of its
+own. smg 1.13 refuses prompts of token ids over HTTP.
 
     conversation  growing conversations: cached tokens, as a share of those that could be
     warm          8 branches of a prompt that was computed before: cached, as a share of it
@@ -90,11 +90,11 @@ class Side(NamedTuple):
 
 SIDES: Final = (
     Side("mallee", "mallee", ""),
+    Side("mallee_events", "mallee", "events"),
     Side("round_robin", "mallee", "round_robin"),
     Side("vllm_router_kv_aware", "vllm_router", "kv_aware"),
     Side("vllm_router_cache_aware", "vllm_router", "cache_aware"),
     Side("vllm_router_round_robin", "vllm_router", "round_robin"),
-    Side("smg_cache_aware", "smg", "cache_aware"),
 )
 
 
@@ -106,11 +106,19 @@ def command_of(
     if side.program == "mallee":
         made = [sys.executable, "-m", "mallee.cli", "router", "--listen", f"127.0.0.1:{port}"]
         made += ["--backends", ",".join(urls)]
-        made += ["--model", args.model] if args.model and not side.policy else []
         made += ["--set", f"block_size={args.block_size}"]
+        if side.policy == "events":
+            return [*made, "--model", args.model]
         return made + (["--set", f"routing.policy={side.policy}"] if side.policy else [])
-    made = [getattr(args, side.program), *(["launch"] if side.program == "smg" else [])]
-    made += ["--worker-urls", *urls, "--policy", side.policy, "--port", str(port)]
+    made = [
+        getattr(args, side.program),
+        "--worker-urls",
+        *urls,
+        "--policy",
+        side.policy,
+        "--port",
+        str(port),
+    ]
     made += ["--prometheus-port", str(free_port())]
     if side.policy == "kv_aware":
         for url, events in zip(urls, pods.values(), strict=True):
@@ -135,7 +143,8 @@ async def routers(
     """URL and process of each router whose program is given, all running."""
     ways: dict[str, tuple[str, int]] = {}
     for side in sides:
-        if side.program == "mallee" or getattr(args, side.program):
+        needed = "model" if side.policy == "events" else side.program
+        if needed == "mallee" or getattr(args, needed):
             port = free_port()
             command = command_of(side, args, pods, port)
             pid = await stack.enter_async_context(running(command, port))
@@ -213,7 +222,9 @@ async def measure(
 
 
 VLLM_SIDES: Final = tuple(
-    side for side in SIDES if side.name in ("mallee", "round_robin", "vllm_router_round_robin")
+    side
+    for side in SIDES
+    if side.name in ("mallee_events", "round_robin", "vllm_router_round_robin")
 )
 CONVERSATIONS, TURNS, SHARED, TURN = 10, 5, 320, 160  # the last two in tokens
 SERVER_BLOCKS = 160  # of 32 tokens: half of what the conversations grow to
@@ -310,7 +321,6 @@ def main() -> None:
     parser.add_argument("--pods", type=int, default=4)
     parser.add_argument("--conversations", type=int, default=30)
     parser.add_argument("--vllm-router", default="")
-    parser.add_argument("--smg", default="")
     parser.add_argument("--model", default="", help="of the pods' tokenizer")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)

@@ -26,7 +26,7 @@ def segment_of(key: int) -> int:
 
 @kernel
 def line_of(key: int, lines: int) -> int:
-    """Which of its segment's lines the key belongs in."""
+    """The line of its segment that the key belongs in."""
     return ((((key * layout.SPREAD) >> layout.HOME_SHIFT) & layout.LOW) * lines) >> 32
 
 
