@@ -383,7 +383,10 @@ def test_a_snapshot_too_large_for_a_message_counts_shared_blocks_as_own() -> Non
 
 def test_a_snapshot_of_many_waiting_tenants_fits_into_a_message() -> None:
     """In bytes: the first to come are told, in order."""
-    box, names = outbox(), [f"{number:04}".rjust(128, "\N{DECIDUOUS TREE}") for number in range(4096)]
+    box, names = (
+        outbox(),
+        [f"{number:04}".rjust(128, "\N{DECIDUOUS TREE}") for number in range(4096)],
+    )
     for name in names:
         box.queued(name, 0, waits=True)
     told = box.snapshot()
