@@ -21,7 +21,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from mallee.actors.foreign.arguments import argument_faults, known_arguments
 from mallee.actors.hosting.engine import add_engine, make_worker
 from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.memory import memory_use
@@ -118,8 +117,6 @@ def check_model(config: AppConfig) -> None:
                 "engine.kind='vllm' needs vllm, which is not installed: run"
                 " `pip install 'mallee[serve,vllm]'`"
             )
-        for fault in argument_faults(config.engine.vllm, known_arguments()):
-            raise ConfigError(fault)
         resolve(config.model)
         return
     from mallee.worker.model.loading.config_json import read_config

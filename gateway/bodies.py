@@ -1,4 +1,4 @@
-"""What a router knows, as JSON-able bodies for its operator: workers, decisions, health, metrics' places."""
+"""JSON-able bodies of a router's state, for its operator: workers, decisions, health, places of metrics."""
 
 import math
 from collections.abc import Iterable, Mapping

@@ -41,7 +41,7 @@ def known_arguments() -> dict[str, str] | None:
 
 
 def argument_faults(given: Mapping[str, Any], known: Mapping[str, str] | None) -> Iterator[str]:
-    """A sentence for each argument that is not taken or can't have its value. `known` None: it is not here."""
+    """A sentence for each argument that is not taken or can't have its value. `known` None: not here."""
     for name, value in given.items():
         if name in _OURS:
             yield f"engine.vllm.{name} is not taken: {_OURS[name]}"

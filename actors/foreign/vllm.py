@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mallee.actors.build import check_model, resolve, served_name
+from mallee.actors.foreign.arguments import argument_faults, known_arguments
 from mallee.actors.foreign.asking import Output, prompt_of
 from mallee.actors.front.pods.subscriber import EventPlaces
 from mallee.protocol.errors import ConfigError, Unavailable
@@ -18,6 +19,8 @@ from mallee.runtime.config import AppConfig
 def engine_args(config: AppConfig, places: EventPlaces | None = None) -> Any:
     """vLLM's `AsyncEngineArgs` for a worker, with cache events at `places`. Raises ConfigError."""
     check_model(config)
+    for fault in argument_faults(config.engine.vllm, known_arguments()):
+        raise ConfigError(fault)
     from vllm.config import KVEventsConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 

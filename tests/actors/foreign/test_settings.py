@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from mallee.actors.build import check_model
 from mallee.actors.foreign.arguments import argument_faults, known_arguments
+from mallee.actors.foreign.vllm import engine_args
 from mallee.cli.main import cli
 from mallee.protocol.errors import ConfigError
 from mallee.runtime.config import AppConfig
@@ -111,7 +112,7 @@ def test_arguments_are_held_against_vllms_source_before_it_is_loaded(
     assert fault in found.stderr
     if fault:
         with pytest.raises(ConfigError, match=r"engine\.vllm"):
-            check_model(AppConfig.model_validate(content))
+            engine_args(AppConfig.model_validate(content))
 
 
 def test_without_vllm_check_says_that_its_arguments_are_not_known(
