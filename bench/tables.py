@@ -1380,12 +1380,6 @@ SECTIONS = {
     "ranking": Section(
         "Ranking of policies", "python -m bench.router.ranking", "Medians of the seeds.", ranking
     ),
-    "rules": Section(
-        "Rules of other routers",
-        "python -m bench.router.rules --requests 2000 1000",
-        "Medians of the seeds; rules of SGLang and llm-d as written down in the bench, at their defaults.",
-        ranking,
-    ),
     "gateway": Section(
         "Gateway",
         "python -m bench.gateway",
@@ -1601,11 +1595,15 @@ SECTIONS = {
 }
 
 
+def load(name: str) -> Json:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
 def page() -> str:
     """docs/benchmarks.md."""
     parts = [HEAD]
     for name, section in SECTIONS.items():
-        data = json.loads((RESULTS / f"{name}.json").read_text())
+        data = load(name)
         text = f"`{section.command}` (`bench/results/{name}.json`). {section.note}".rstrip()
         if "commit" in data:
             text += f" Commit {data['commit']}, {data['machine']}, {data['processor']}."
