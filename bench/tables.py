@@ -1451,12 +1451,6 @@ SECTIONS = {
     "ranking": Section(
         "Ranking of policies", "python -m bench.router.ranking", "Medians of the seeds.", ranking
     ),
-    "rules": Section(
-        "Rules of other routers",
-        "python -m bench.router.rules --requests 2000 1000",
-        "Medians of the seeds; rules of SGLang and llm-d as written down in the bench, at their defaults.",
-        ranking,
-    ),
     "gateway": Section(
         "Gateway",
         "python -m bench.gateway",

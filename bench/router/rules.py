@@ -11,8 +11,8 @@ a router when a request comes, to the place of a worker; `--rule` adds one of yo
     sglang        the cache-aware rule of SGLang's router at its defaults: where loads differ by more than 64
                   requests and half, the least loaded; else the longest match if that is 0.3 of the prompt,
                   else the one that keeps least
-    llm_d         llm-d's default scorers: 3 x share of the prompt there, 2 x shortness of the queue, 2 x share
-                  of KV that is free
+    llm_d         llm-d's default scorers: 3 x share of the prompt there, 2 x shortness of the queue, 2 x
+                  share of KV that is free
 
 They see exact matches from events, as ours does, which is more than SGLang's own tree of what was sent
 tells. All in one process. The last line is one JSON object, as of `bench.router.ranking`.

@@ -11,7 +11,7 @@ from mallee.mocker.timing import Timing, load_timing
 from mallee.mocker.timing.dynamo import DynamoTable, gridded, load_npz
 from mallee.mocker.timing.files import GridData, TimingFile, read_timing
 from mallee.mocker.timing.grid import Decodes, Prefills
-from mallee.mocker.timing.profiles import DEFAULT_TIMING, fits_table, fitted, timing_names
+from mallee.mocker.timing.profiles import DEFAULT_TIMING, fits_table, fitted, kv_room, timing_names
 from mallee.protocol.errors import ConfigError
 
 ISL, TTFT = [100.0, 1000.0, 4000.0], [0.02, 0.05, 0.2]
