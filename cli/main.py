@@ -80,6 +80,9 @@ def version(as_json: JsonOption = False) -> None:
 
 def main() -> None:
     """Entry point. Mallee's own errors are one line and status 1, without a traceback."""
+    # Nothing here or in a child goes to loopback by a proxy of the environment.
+    spared = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
+    os.environ["no_proxy"] = f"{spared},localhost,127.0.0.1,::1".lstrip(",")
     try:
         cli()
     except MalleeError as error:

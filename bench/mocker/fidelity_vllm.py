@@ -193,7 +193,7 @@ def told(requests: Sequence[Request], timing: TimingFile, speed: float = 1.0) ->
     """The same scene, replayed on a machine that is `speed` times as fast as the profile's."""
     config = ReplayConfig(
         engines=1,
-        engine="vllm",
+        rules="vllm",
         kv_tokens=NUM_BLOCKS * BLOCK,
         block_size=BLOCK,
         timing=replace(timing.timing(), speedup=speed),

@@ -109,7 +109,7 @@ def summarise(workload: Workload, simulation: Simulation, wall: Wall) -> Result:
 
 
 _SETTINGS = (
-    *("engine", "engines", "policy", "kv_tokens", "speedup", "concurrency", "gateways", "max_rows"),
+    *("rules", "engines", "policy", "kv_tokens", "speedup", "concurrency", "gateways", "max_rows"),
     *("max_step_tokens", "max_requests", "max_output_tokens", "keeps_order", "shared_reads"),
     *("prefill_engines", "can_migrate", "retain_s", "seed"),
 )
@@ -127,6 +127,7 @@ def _conditions(workload: Workload, simulation: Simulation) -> dict[str, Any]:
         "timing": timing if isinstance(timing, str) else type(timing.model).__name__,
         **{name: getattr(config, name) for name in _SETTINGS},
         "engines_per_device": config.device.engines,
+        "gpus": config.gpus,
         "slice_ms": config.device.slice_s * 1e3 if config.device.slice_s < inf else None,
         "switch_ms": config.device.switch_s * 1e3,
         "event_lag_ms": config.event_lag_s * 1e3,

@@ -147,7 +147,7 @@ def test_forks_and_conversations_replay_on_vllms_rules(kv_tokens: int) -> None:
         forks(6, 8, prefix_tokens=1024, gap_s=0.5),
         agents(8, 6, document_tokens=1024, turn_tokens=128, output_tokens=64),
     ):
-        config = ReplayConfig(engines=2, kv_tokens=kv_tokens, engine="vllm")
+        config = ReplayConfig(engines=2, kv_tokens=kv_tokens, rules="vllm")
         result = replay(scene, config)
         wanted = sum(request.branches * request.output_tokens for request in scene)
         assert int(result.columns.output_tokens.sum()) == wanted
@@ -158,7 +158,7 @@ def test_forks_and_conversations_replay_on_vllms_rules(kv_tokens: int) -> None:
 def test_what_a_crash_takes_along_is_drawn_elsewhere() -> None:
     faults = parse_faults('[{"kind": "crash", "at_s": 0.1, "worker": "w0"}]')
     scene = forks(6, 8, prefix_tokens=1024, gap_s=0.01)
-    config = ReplayConfig(engines=2, kv_tokens=16_384, engine="vllm", faults=faults)
+    config = ReplayConfig(engines=2, kv_tokens=16_384, rules="vllm", faults=faults)
     result = replay(scene, config)
     wanted = sum(request.branches * request.output_tokens for request in scene)
     assert int(result.columns.output_tokens.sum()) == wanted
@@ -167,10 +167,10 @@ def test_what_a_crash_takes_along_is_drawn_elsewhere() -> None:
 
 
 def test_what_vllms_rules_do_not_have_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="can_migrate=True with engine='vllm'"):
-        ReplayConfig(engine="vllm", can_migrate=True).validate()
-    with pytest.raises(ConfigError, match="engine='sglang': give one of mallee, vllm"):
-        ReplayConfig(engine="sglang").validate()
+    with pytest.raises(ConfigError, match="can_migrate=True with rules='vllm'"):
+        ReplayConfig(rules="vllm", can_migrate=True).validate()
+    with pytest.raises(ConfigError, match="rules='sglang': give one of mallee, vllm"):
+        ReplayConfig(rules="sglang").validate()
 
 
 def test_random_requests_leave_no_block_behind() -> None:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from mallee.traces.files.lines import TraceFile
-from mallee.traces.formats.rows import Ids, Name, Row, read_row
+from mallee.traces.formats.rows import UNTIMED, Ids, Name, Row, read_row
 from mallee.traces.workload import NO_PARENT, Request, compact
 
 
@@ -41,6 +41,7 @@ class _Rows:
         self._ids: list[Sequence[int]] = []
         self._lines: list[int] = []
         self._names: dict[str, int] = {}
+        self._last_ms: dict[Name | None, float] = {}  # timestamps of sessions' last rows
         for line, row in file.read(lambda n, raw: self._read(n, raw, id_tokens)):
             if row.request_id is not None:
                 self._names[str(row.request_id)] = len(self._rows)
@@ -57,6 +58,13 @@ class _Rows:
         if row.request_id is not None and str(row.request_id) in self._names:
             what = f"request_id {row.request_id!r} is there twice"
             raise self._file.bad(number, what, "request_id")
+        row.tool_wait_ms = row.tool_wait_ms or row.delay
+        if row.timestamp == UNTIMED:
+            if row.session_id not in self._last_ms:
+                what = f"no timestamp, and no row of session {row.session_id!r} before it: give one"
+                raise self._file.bad(number, what, "timestamp")
+            row.timestamp = self._last_ms[row.session_id] + row.delay
+        self._last_ms[row.session_id] = row.timestamp
         return row
 
     def _mend(self, index: int, what: str, field: str) -> None:
