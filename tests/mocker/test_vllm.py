@@ -173,7 +173,7 @@ def test_what_vllms_rules_do_not_have_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="engine='sglang': give one of mallee, vllm"):
         ReplayConfig(engine="sglang").validate()
 =======
-    with pytest.raises(ConfigError, match="can_migrate=True with rules='vllm'"):
+    with pytest.raises(ConfigError, match="can_migrate=True with the rules of vLLM"):
         ReplayConfig(rules="vllm", can_migrate=True).validate()
     with pytest.raises(ConfigError, match="rules='sglang': give one of mallee, vllm"):
         ReplayConfig(rules="sglang").validate()

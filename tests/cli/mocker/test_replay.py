@@ -102,7 +102,7 @@ def test_options_are_taken(options: tuple[str, ...], tmp_path: Path) -> None:
         (("--engine", "vllm", "--migrate"), "can_migrate=True with the rules of vLLM"),
 =======
         (("--engine", "sglang"), "rules='sglang': give one of mallee, vllm"),
-        (("--engine", "vllm", "--migrate"), "can_migrate=True with rules='vllm'"),
+        (("--engine", "vllm", "--migrate"), "can_migrate=True with the rules of vLLM"),
 >>>>>>> part-fidelity
         (("--block-size", "100"), "divisor or a multiple of 512"),
         (("--concurrency", "0"), "--concurrency=0"),
