@@ -9,6 +9,7 @@
 # affected: the landing tests that a change can reach, which is what differs from BASE=HEAD.
 # rounds: FILES (those with coroutines or threads unless given) TIMES=20 times on a busy machine, by shards SHARD=1/1.
 # generate: client/sync.py, made of client/aio.py, and docs/api/fields.md, of the declarations of bodies.
+# figures: docs/benchmarks.md and README's table, made of bench/results.
 # docs: the site, in build/docs; broken links and anchors end it.
 # promises: each row of docs/promises.md with its state and the tests that show it.
 # image-check: the image's steps, in a clean virtual environment; image: docker build.
@@ -31,7 +32,7 @@ export RAY_USAGE_STATS_ENABLED := 0
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test check landing smoke lint format types kernels prometheus flashinfer browser bench docs setup clean
-.PHONY: affected generate rounds nightly promises clients fuzz schemathesis image image-check image-packages constraints licences sbom
+.PHONY: affected figures generate rounds nightly promises clients fuzz schemathesis image image-check image-packages constraints licences sbom
 
 setup: $(VENV)/.ready
 
@@ -174,6 +175,10 @@ promises: setup
 generate: setup
 	PYTHONPATH=tests $(BIN)/python -m support.blocking
 	PYTHONPATH=tests $(BIN)/python -m support.fields
+
+figures: setup
+	$(BIN)/python -m bench.tables
+	$(BIN)/python -m bench.headline
 
 DOCKER ?= docker
 VARIANT ?= cpu

@@ -15,7 +15,7 @@ import uuid
 from collections import ChainMap
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -44,7 +44,7 @@ from mallee.runtime.transport.greeting import Secret, read_secret
 from mallee.runtime.transport.link import Transport
 from mallee.runtime.transport.listener import Listener, Server
 from mallee.runtime.transport.server import CommandServer
-from mallee.runtime.transport.tls import TlsFiles, client_tls, server_tls
+from mallee.runtime.transport.tls import TlsFiles, client_tls, expiry, server_tls
 from mallee.worker.kv.watch import KVChecks
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from mallee.gateway.metrics import GatewayMetrics
     from mallee.gateway.recording.recorder import Recorder
     from mallee.gateway.requests.spans import RequestSpans
+    from mallee.router.config import CostModel
     from mallee.router.dispatch.queue import AdmissionConfig
     from mallee.router.router import Router
     from mallee.runtime.telemetry.listener import MetricsListener
@@ -306,12 +307,14 @@ async def build_gateway(
     model: ModelSpec,
     secret: Secret,
     node: str = "",
+    label: str = "",
     own_ip: str = "127.0.0.1",
     tcp_host: Callable[[], str | None] = lambda: None,
 ) -> GatewayProcess:
     """A gateway called `name` on machine `node`, not yet started. Raises MalleeError if files don't serve.
 
-    Gateways with one `secret` know each other's capsules. `own_ip`: of the machine, for scrapers.
+    Gateways with one `secret` know each other's capsules. `label`: its name in metrics, if another.
+    `own_ip`: of the machine, for scrapers.
     `tcp_host()`: where workers of other machines read what was imported, if there are any.
     """
     # Lazily: numba and a tokenizer library, which workers don't need.
@@ -322,7 +325,10 @@ async def build_gateway(
     from mallee.gateway.store.store import StoreTerms
 
     access, scopes = open_access(config), build_ids(secret, name)
-    metrics, tracing = GatewayMetrics(name), open_tracing("gateway", name)
+    metrics, tracing = GatewayMetrics(label or name), open_tracing("gateway", name)
+    metrics.show_access(access)
+    if (tls := tls_files(config)) is not None:
+        access.certificate_expiry = expiry(tls)
     recorder = None
     if config.recording.folder is not None:
         recorder = build_recorder(config, config.recording.folder, name, model, metrics)
@@ -356,6 +362,7 @@ async def build_gateway(
         files=files.files,
         spans=None if tracing is None else build_spans(tracing, config),
     )
+    gateway.operator.key_fault = lambda: access.fault
     prompts = ThreadPoolExecutor(PROMPT_THREADS, thread_name_prefix=f"prompts of {name}")
     api = await asyncio.to_thread(build_api, config, gateway, access, scopes, prompts)
     if tracing is not None:
@@ -430,18 +437,17 @@ def build_router(
     clock: Callable[[], float] = time.monotonic,
 ) -> "Router":
     """A router. With `shared_as`, a gateway's name, its bookings are broadcast to other gateways."""
-    from mallee.router.config import CostModel, RouterConfig  # numba: see above
+    from mallee.router.config import RouterConfig  # numba: see above
     from mallee.router.router import Router
     from mallee.router.sync.outbox import Outbox
 
     routing = config.routing
-    figures: dict[str, Any] = {str(name): value for name, value in routing.cost.items()}
     return Router(
         RouterConfig(
             block_size=config.engine.block_size,
             lease_s=lease_s(config),
             busy_ratio=config.admission.busy_rows_ratio,
-            cost=CostModel(**figures, expected_output_tokens=routing.expected_output_tokens),
+            cost=cost_model(config),
             max_workers=config.worker_room,
             policy=routing.policy,
             temperature=routing.temperature,
@@ -451,6 +457,27 @@ def build_router(
         clock=clock,
         outbox=None if shared_as is None else Outbox(shared_as, Incarnation(time.time_ns())),
     )
+
+
+def cost_model(config: AppConfig) -> "CostModel":
+    """A router's prices: of `routing.timing` or of mocked engines' own, but for those of `routing.cost`.
+
+    Raises ConfigError: no such timing.
+    """
+    from mallee.router.config import CostModel
+
+    routing, block_size = config.routing, config.engine.block_size
+    figures: dict[str, Any] = {str(name): value for name, value in routing.cost.items()}
+    cost, speedup, name = CostModel(), 1.0, routing.timing
+    if name is None and config.is_mocked:
+        name, speedup = config.mock.timing, config.mock.speedup or 1.0
+    if name is not None:
+        from mallee.mocker import prices  # others need no timing models
+        from mallee.mocker.timing import load_timing
+
+        timing = load_timing(name, kv_tokens=(config.num_blocks or 1) * block_size)
+        cost = prices.cost_model(replace(timing, speedup=speedup), block_size)
+    return replace(cost, **figures, expected_output_tokens=routing.expected_output_tokens)
 
 
 def admission_config(config: AppConfig, access: "Access") -> "AdmissionConfig":

@@ -37,23 +37,19 @@ NatsOption: TypeAlias = Annotated[
         " loopback.",
     ),
 ]
-TimingOption: TypeAlias = Annotated[
-    str,
-    typer.Option("--timing", help="Name of a device and model, or a file of `mallee profile`."),
-]
+TIMING = typer.Option("--timing", help="Name of a device and model, or a file of `mallee profile`.")
+TimingOption: TypeAlias = Annotated[str, TIMING]
 JsonOption: TypeAlias = Annotated[
     bool, typer.Option("--json", help="The last line of stdout is one JSON object.")
 ]
 TraceArgument: TypeAlias = Annotated[
     Path, typer.Argument(help="Requests: .jsonl or .csv, plain, .gz or .zst.")
 ]
-KindOption: TypeAlias = Annotated[
-    str,
-    typer.Option(
-        "--kind",
-        help="mooncake, agentic, bailian, sessions, trees, dag or azure; auto: as it looks.",
-    ),
-]
+KINDS = (
+    "mooncake, agentic, bailian, sessions, trees, dag, azure, burstgpt, vllm, openai, sharegpt, weka or a"
+    " table's columns; auto: as it looks."
+)
+KindOption: TypeAlias = Annotated[str, typer.Option("--kind", help=KINDS)]
 IdTokensOption: TypeAlias = Annotated[
     int | None,
     typer.Option(
@@ -179,7 +175,8 @@ def command_of(ctx: typer.Context) -> str:
         elif value is not None and value != param.default:
             is_flag = isinstance(value, bool)
             names = param.opts if value or not is_flag else param.secondary_opts
-            words += [names[0]] if is_flag else [names[0], str(value)]
+            values = value if isinstance(value, list | tuple) else [value]
+            words += [names[0]] if is_flag else [w for v in values for w in (names[0], str(v))]
     return shlex.join(words)
 
 
@@ -195,7 +192,7 @@ def kv_tokens_of(timing: str, given: int | None, engines_per_device: int = 1) ->
         )
     if engines_per_device > 1:
         raise ConfigError(
-            f"--engines-per-device {engines_per_device}: give --kv-tokens, what each has of the"
+            f"mock.engines_per_device={engines_per_device}: give --kv-tokens, what each has of the"
             f" {tokens:,} of its device, less the weights of the others"
         )
     return tokens

@@ -79,16 +79,24 @@ def _change(change: WeightChange | None) -> dict[str, Any] | None:
 
 
 def health_body(
-    router: Router, gateway: str, expected_workers: int, *, is_sound: bool, is_full: bool
+    router: Router,
+    gateway: str,
+    expected_workers: int,
+    *,
+    is_sound: bool,
+    is_full: bool,
+    key_fault: str,
 ) -> dict[str, Any]:
     """`status` and its cause: ok, degraded or unavailable (no worker).
 
-    Degraded: no broker, its store `is_full`, workers missing, or the gateway is not `is_sound`.
+    Degraded: no broker, its store `is_full`, workers missing, a fault in the file of keys, or the gateway is
+    not `is_sound`.
     """
     stats = router.stats()
     broker = "up" if stats.is_broker_up else "down"
     store = "full" if is_full else broker
-    is_whole = is_sound and store == "up" and stats.num_workers >= expected_workers
+    is_right = is_sound and not key_fault
+    is_whole = is_right and store == "up" and stats.num_workers >= expected_workers
     status = "ok" if is_whole else "degraded"
     if not stats.num_workers:
         status = "unavailable"
@@ -97,6 +105,7 @@ def health_body(
         "gateway": gateway,
         "broker": broker,
         "store": store,
+        "keys": key_fault or "ok",
         "workers": [
             {"worker": view.worker, "incarnation": str(view.incarnation), "rows": view.rows}
             for view in router.workers()

@@ -3,6 +3,7 @@
 They are those of `GET /v1/router/...` and `GET /health`.
 """
 
+from collections.abc import Callable
 from typing import Any, Final
 
 from mallee.gateway.bodies import decisions_body, health_body, targets_body, workers_body
@@ -20,7 +21,7 @@ class Operator:
     """One gateway, as its operator sees it.
 
     With fewer than `expected_workers` routable, `health` is degraded. `metrics_at`: host and port of its own
-    metrics; "" if it has none.
+    metrics; "" if it has none. `key_fault()`: of the file of keys.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Operator:
         self._requests = requests
         self._store = store
         self.metrics_at = ""
+        self.key_fault: Callable[[], str] = str
         self.expect(expected_workers)
 
     def expect(self, num_workers: int) -> None:
@@ -59,6 +61,7 @@ class Operator:
             self._expected_workers,
             is_sound=self.failure is None,
             is_full=self._store.is_full,
+            key_fault=self.key_fault(),
         )
 
     @property

@@ -87,8 +87,12 @@ class RoutingSettings(Settings):
     temperature: NonNegative = 0.0
     """Randomness among workers by cost; 0: always the cheapest."""
     cost: dict[CostFigure, NonNegative] = {}
-    """Timing of your device and model, where it differs from an 8B model on an H200:
-    `{prefill_token_s: 2.2e-5}`. See `router/config.py`."""
+    """Prices in seconds that differ from the timing's: `{prefill_token_s: 2.2e-5}`. See
+    `router/config.py`."""
+    timing: str | None = Field(default=None, min_length=1)
+    """Timing of your device and model, to price by: a profile's name, or a file of `mallee
+    profile` on every node of a gateway. By default that of the engines if they are mocked, else
+    an 8B model's on an H200."""
     expected_output_tokens: Count = 256
     """Output tokens in the price of a request, at most."""
     kv_events: bool = True
@@ -348,7 +352,12 @@ class ChatSettings(Settings):
         "mistral_args",
         "deepseek_v3",
         "deepseek_v31",
+        "deepseek_v32",
         "gemma",
+        "glm45",
+        "glm47",
+        "kimi_k2",
+        "minimax_m2",
     ] = "auto"
     """Form in which the model writes calls of functions; `auto`: as its template shows it."""
     reasoning_parser: Literal["auto", "think", "mistral", "none"] = "auto"

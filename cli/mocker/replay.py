@@ -1,7 +1,6 @@
 """`mallee replay`: a trace on a modelled fleet, in virtual time."""
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,64 +12,33 @@ from rich.table import Table
 from mallee.cli.mocker.fleet import FleetOptions
 from mallee.cli.options import (
     POLICIES,
+    TIMING,
     JsonOption,
+    SpeedupOption,
     TraceArgument,
-    above_0,
-    at_least_0,
     check_file,
     check_out,
-    count,
-    kv_tokens_of,
     with_groups,
 )
 from mallee.cli.output import grid, print_json, say_written
-from mallee.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
     from mallee.mocker.replay.result import Result
-    from mallee.mocker.tiers import TierConfig
 
 
 @with_groups
 def replay(
     trace: TraceArgument,
-    engines: Annotated[int, typer.Option(help="Workers, each with a cache of its own.")] = 4,
-    policy: Annotated[str, typer.Option(help=POLICIES)] = "cost",
+    engines: Annotated[
+        int | None, typer.Option(help="Workers, each with a cache of its own; 4 by default.")
+    ] = None,
+    policy: Annotated[str | None, typer.Option(help=f"cost by default; {POLICIES}")] = None,
+    timing: Annotated[str | None, TIMING] = None,
     kv_tokens: Annotated[
         int | None,
         typer.Option(help="KV memory of each worker, in tokens; by default what its device holds."),
     ] = None,
-    event_lag: Annotated[
-        float, typer.Option(help="Milliseconds until a worker's events reach the routers.")
-    ] = 0.0,
-    max_step_tokens: Annotated[int, typer.Option(help="Tokens of one step of a worker.")] = 8192,
-    max_tokens: Annotated[int | None, typer.Option(help="Cut answers to so many tokens.")] = None,
-    prefill_engines: Annotated[
-        int | None, typer.Option(help="Of the engines, so many only compute prompts.")
-    ] = None,
-    migrate: Annotated[
-        bool, typer.Option(help="Workers pull KV from each other where that takes less time.")
-    ] = False,
-    host_kv_tokens: Annotated[
-        int, typer.Option(help="KV tokens in host memory, for each worker.")
-    ] = 0,
-    disk_kv_tokens: Annotated[int, typer.Option(help="KV tokens on disk, for each worker.")] = 0,
-    retain_s: Annotated[
-        float, typer.Option(help="Seconds that sessions want their text retained after its use.")
-    ] = 0.0,
-    kv_bytes_per_token: Annotated[
-        int | None,
-        typer.Option(
-            help="Bytes of a token's KV, where KV moves; by default those of the timing's model."
-        ),
-    ] = None,
-    state_bytes: Annotated[
-        int, typer.Option(help="Bytes of the states of a text, of a model with recurrent layers.")
-    ] = 0,
-    link_gb_s: Annotated[float, typer.Option(help="GB/s of KV from worker to worker.")] = 25.0,
-    shared_reads: Annotated[
-        bool, typer.Option(help="Rows read the blocks that they share once (tree attention).")
-    ] = True,
+    speedup: SpeedupOption = 1.0,
     out: Annotated[
         Path | None, typer.Option(help="Folder for report.html, requests.csv and figures.")
     ] = None,
@@ -83,40 +51,21 @@ def replay(
 ) -> None:
     """Replay a trace on real routers and schedulers in front of modelled devices.
 
-    Exit status 1 if a request failed or never ended.
+    Options win over --set, and --set over the file of --config. Exit status 1 if a request failed or never
+    ended.
 
     Example: mallee replay trace.jsonl --engines 8 --policy cost
     """
-    from mallee.mocker.links import LinkConfig
     from mallee.mocker.replay.run import replay as run
 
-    timing = fleet.timing
-    moves = bool(prefill_engines or migrate or host_kv_tokens or disk_kv_tokens)
-    kv_bytes = _kv_bytes(timing, count("kv-bytes-per-token", kv_bytes_per_token), are_needed=moves)
-    config = replace(
-        fleet.config(),
-        engines=engines,
-        policy=policy,
-        kv_tokens=kv_tokens_of(timing, kv_tokens, fleet.engines_per_device),
-        event_lag_s=at_least_0("event-lag", event_lag) * 1e-3,
-        max_step_tokens=max_step_tokens,
-        max_requests=count("requests", fleet.requests) or 0,
-        max_output_tokens=count("max-tokens", max_tokens) or 0,
-        prefill_engines=count("prefill-engines", prefill_engines) or 0,
-        can_migrate=migrate,
-        state_nbytes=int(at_least_0("state-bytes", state_bytes)),
-        link=LinkConfig(bytes_s=above_0("link-gb-s", link_gb_s) * 1e9, token_nbytes=kv_bytes),
-        tiers=_tiers(host_kv_tokens, disk_kv_tokens, kv_bytes),
-        retain_s=at_least_0("retain-s", retain_s),
-        shared_reads=shared_reads,
-        seed=fleet.seed,
-    ).validate()
+    config = fleet.replay_config(timing, kv_tokens, engines=engines, policy=policy, speedup=speedup)
     check_out(out)
     if csv is not None:
         check_file(csv)
-    read = fleet.reading(trace, fleet.seed)
+    workload = fleet.reading(trace, config.seed)()
+    fleet.show(workload, config)
     with Console(stderr=True).status("replaying ..."):
-        result = run(read(), config)
+        result = run(workload, config)
     _show(result, as_json=as_json)
     if as_json:
         found = {**result.summary, "by_class": result.by_class, "conditions": result.conditions}
@@ -125,28 +74,6 @@ def replay(
     _write(result, out, csv)
     if result.summary["lost"] or result.summary["errors"]:
         raise typer.Exit(1)
-
-
-def _kv_bytes(timing: str, given: int | None, *, are_needed: bool) -> int:
-    """Bytes of a token's KV: as given, or of the timing's model. Raises ConfigError."""
-    from mallee.mocker.links import TOKEN_NBYTES
-    from mallee.mocker.timing.profiles import kv_room
-
-    found = given or kv_room(timing).token_nbytes
-    if are_needed and not found:
-        raise ConfigError(
-            f"--timing {timing} does not say what a token's KV takes, and KV moves: give"
-            " --kv-bytes-per-token"
-        )
-    return found or TOKEN_NBYTES
-
-
-def _tiers(host_tokens: int, disk_tokens: int, token_nbytes: int) -> "TierConfig | None":
-    from mallee.mocker.tiers import TierConfig
-
-    if not host_tokens and not disk_tokens:
-        return None
-    return TierConfig(host_tokens, disk_tokens, token_nbytes=token_nbytes)
 
 
 def _write(result: "Result", out: Path | None, csv: Path | None) -> None:

@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
+from math import inf
 from pathlib import Path
 from platform import python_version
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar
 
 import typer
 from rich.console import Console
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from mallee.mocker.sweeps.pool import Done
     from mallee.mocker.sweeps.sweep import Fleet, Origin, Sweep
 
+N = TypeVar("N", int, float)
 ProcessesOption: TypeAlias = Annotated[
     int | None,
     typer.Option("--processes", help="Replays at the same time; as many as cores by default."),
@@ -52,14 +54,27 @@ ProcessesOption: TypeAlias = Annotated[
 def sweep(
     ctx: typer.Context,
     trace: TraceArgument,
-    engines: Annotated[str, typer.Option(help="Numbers of engines, with commas.")] = "2,4,8",
+    engines: Annotated[
+        str,
+        typer.Option(
+            help="Numbers of engines, with commas; FIRST..LAST: the fewest of them that are enough, by"
+            " bisection."
+        ),
+    ] = "2,4,8",
     policy: Annotated[str, typer.Option(help=f"With commas: {POLICIES}")] = "cost,round_robin",
+    timing: Annotated[
+        str | None,
+        typer.Option(help="Devices and models, or files of `mallee profile`, with commas."),
+    ] = None,
     kv_tokens: Annotated[
         str | None,
         typer.Option(
             help="KV memory of each engine, in tokens, with commas; by default what its device holds."
         ),
     ] = None,
+    speedup: Annotated[
+        str, typer.Option(help="Divides the times between arrivals; several with commas.")
+    ] = "1",
     good_share: Annotated[
         float, typer.Option(help="Share of requests in time that makes a fleet big enough.")
     ] = 0.95,
@@ -71,52 +86,71 @@ def sweep(
     ] = 1,
     processes: ProcessesOption = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for sweep.html, .csv, .json and pareto.png.")
+        Path | None,
+        typer.Option(
+            help="Folder for sweep.html, .csv, .json and pareto.png. An interrupted sweep goes on there."
+        ),
     ] = None,
     as_json: JsonOption = False,
     *,
     fleet: FleetOptions,
 ) -> None:
-    """Replay a trace on every fleet of engines, policy and KV memory; print the undominated ones.
+    """Replay a trace on every fleet of engines, policy, timing, KV memory and load; print the undominated.
 
-    With several seeds figures are medians, with the interval that the median of all seeds lies in.
+    Options win over --set, and --set over the file of --config. With several seeds figures are medians, with
+    the interval that the median of all seeds lies in.
     Exit status 1 if requests failed on every fleet.
 
     Example: mallee sweep trace.jsonl --engines 2,4,8 --policy cost,round_robin
     """
     from mallee.mocker.sweeps.sweep import Grid
     from mallee.mocker.sweeps.sweep import sweep as run
+    from mallee.mocker.sweeps.trials import Trials
 
     check_out(out)
-    seed = fleet.seed
+    numbers, bisects = _engines(engines)
+    rooms = [] if kv_tokens is None else _numbers("kv-tokens", kv_tokens, int)
+    fleets = Grid(numbers, _words("policy", policy), rooms, bisects)
+    room = rooms[0] if rooms else None
+    timings: list[str | None] = [None] if timing is None else [*_words("timing", timing)]
+    bases = [
+        fleet.replay_config(each, room, speedup=speed, engines=max(numbers))
+        for each in timings
+        for speed in _numbers("speedup", speedup, float)
+    ]
+    seed = bases[0].seed
     tried = range(seed + 1, seed + 1 + seeds) if seeds > 1 else (seed,)
     makes = {each: fleet.reading(trace, each) for each in tried}
-    rooms = (
-        [kv_tokens_of(fleet.timing, None, fleet.engines_per_device)]
-        if kv_tokens is None
-        else _numbers("kv-tokens", kv_tokens)
-    )
-    fleets = Grid(_numbers("engines", engines), _words("policy", policy), rooms)
-    base = fleet.config()
-    # Read here too: faults of the file show before a process starts.
-    size = base.block_tokens(makes[tried[0]]().id_tokens)
-    base.load_timing()
-    with _progress("replays", len(makes) * len(fleets.configs(base, size))) as on_done:
+    workload = makes[tried[0]]()
+    rows = fleets.configs(bases, workload.id_tokens)
+    for base in bases:
+        base.load_timing()  # faults of the files show before a process starts
+    fleet.show(workload, bases[0])
+    origin = _origin(command_of(ctx), trace)
+    trials = None
+    if out is not None:
+        read_as = (fleet.kind, fleet.id_tokens, fleet.sessions_per_hour)
+        trials = Trials(out / "trials.jsonl", f"{origin[1:]} {read_as}")
+    with _progress("replays", len(makes) * len(rows) * fleets.most_replays) as on_done:
         found = run(
             makes,
-            base,
+            bases,
             fleets,
             processes=_processes(processes),
             good_share=good_share,
             on_done=on_done,
+            trials=trials,
         )
+    if trials is not None and trials.num_found:
+        say = f"{trials.num_found} replays are those of an earlier sweep, in {out}/trials.jsonl"
+        Console(stderr=True, highlight=False).print(escape(say), soft_wrap=True)
     if not any(each.runs for each in found.fleets):
         raise ConfigError(f"every replay failed; the first: {found.fleets[0].error}")
     _show(found, as_json=as_json)
     if out is not None:
         from mallee.figures.replays.write_sweep import write_sweep
 
-        found = replace(found, origin=_origin(command_of(ctx), trace))
+        found = replace(found, origin=origin)
         say_written(write_sweep(found, out))
     if as_json:
         print_json(found.as_json())
@@ -196,14 +230,25 @@ def _origin(command: str, trace: Path) -> "Origin":
     return Origin(command, digest, {**versions, "python": python_version()})
 
 
-def _numbers(name: str, given: str) -> list[int]:
+def _engines(given: str) -> tuple[list[int], bool]:
+    """Numbers of engines, and whether to bisect. Raises ConfigError."""
+    first, dots, last = given.partition("..")
+    if not dots:
+        return _numbers("engines", given, int), False
+    ends = [each for end in (first, last) for each in _numbers("engines", end, int)]
+    if len(ends) != 2 or ends[0] >= ends[1]:
+        raise ConfigError(f"--engines={given}: give FIRST..LAST, as 1..32")
+    return list(range(ends[0], ends[1] + 1)), True
+
+
+def _numbers(name: str, given: str, kind: Callable[[str], N]) -> list[N]:
     """Raises ConfigError naming the option."""
     try:
-        values = [int(part) for part in _words(name, given)]
+        values = [kind(part) for part in _words(name, given)]
     except ValueError as error:
-        raise ConfigError(f"--{name}={given}: give whole numbers, with commas") from error
-    if min(values) < 1:
-        raise ConfigError(f"--{name}={given}: give numbers of at least 1")
+        raise ConfigError(f"--{name}={given}: give numbers, with commas") from error
+    if not all(0 < value < inf for value in values):
+        raise ConfigError(f"--{name}={given}: give numbers above 0")
     return values
 
 
@@ -220,8 +265,11 @@ def _processes(given: int | None) -> int:
 
 @contextmanager
 def _progress(what: str, total: int) -> "Iterator[Callable[[int, Done], None]]":
-    """Counts finished replays on stderr. SIGTERM ends the processes of the pool too."""
-    console = Console(stderr=True)
+    """Counts finished replays on stderr, off a terminal a line each.
+
+    SIGTERM ends the processes of the pool too.
+    """
+    console = Console(stderr=True, highlight=False)
     done = 0
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     with console.status(f"0 of {total} {what}") as status:
@@ -229,7 +277,11 @@ def _progress(what: str, total: int) -> "Iterator[Callable[[int, Done], None]]":
         def note(index: int, outcome: "Done") -> None:
             nonlocal done
             done += 1
-            status.update(f"{done} of {total} {what}")
+            said = f"{done} of {total} {what}"
+            if console.is_terminal:
+                status.update(said)
+            else:
+                console.print(said)
 
         try:
             yield note
@@ -238,11 +290,11 @@ def _progress(what: str, total: int) -> "Iterator[Callable[[int, Done], None]]":
 
 
 def _show(found: "Sweep", *, as_json: bool) -> None:
-    from mallee.figures.replays.write_sweep import HEAD, about_seeds, advice, cells
+    from mallee.figures.replays.write_sweep import about_seeds, advice, cells, head
 
     file = sys.stderr if as_json else sys.stdout
     # Into a file as wide as needed, on a terminal as wide as it is.
-    console = Console(file=file, width=None if file.isatty() else 160, highlight=False)
+    console = Console(file=file, width=None if file.isatty() else 240, highlight=False)
     conditions = found.conditions
     console.print(
         f"[bold]{escape(conditions['trace'])}[/]: {conditions['requests']:,} requests on"
@@ -250,10 +302,12 @@ def _show(found: "Sweep", *, as_json: bool) -> None:
     )
     rows = []
     for fleet in found.fleets:
-        shown = cells(fleet) if fleet.runs else (*cells(fleet)[:3], "failed")
+        shown = cells(found, fleet)
+        if not fleet.runs:
+            shown = (*shown[: shown.index(fleet.error)], "failed")
         rows.append(("*" if fleet.on_frontier else "", *shown))
-    head = ("", *HEAD)
-    console.print(grid(head, rows, right=head, whole=head))
+    heads = ("", *head(found))
+    console.print(grid(heads, rows, right=heads, whole=heads))
     for fleet in found.fleets:
         if failed := _failed(fleet):
             name = f"{fleet.engines} engines, {fleet.policy}, KV for {fleet.kv_tokens:,} tokens"

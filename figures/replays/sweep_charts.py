@@ -48,12 +48,16 @@ def _draw(axes: "Axes", fleets: Sequence[Fleet], name: str, times: float) -> Non
         fleet for fleet in fleets if id(fleet) in spreads and np.isfinite(spreads[id(fleet)]).all()
     ]
     sizes = sorted({fleet.kv_tokens for fleet in fleets})
+    loads = {fleet.load for fleet in fleets}
     groups = itertools.groupby(
-        sorted(drawn, key=lambda f: (f.policy != "cost", f.policy, f.kv_tokens, f.engines)),
-        key=lambda f: (f.policy, f.kv_tokens),
+        sorted(drawn, key=lambda f: (f.policy != "cost", f.policy, *f.rivals, f.engines)),
+        key=lambda f: f.rivals,
     )
-    for (policy, kv_tokens), members in groups:
+    for (timing, speedup, policy, kv_tokens), members in groups:
         known = list(members)
+        label = policy if len(sizes) == 1 else f"{policy}, {kv_tokens:,} tokens"
+        if len(loads) > 1:
+            label += f", {timing}, speedup {speedup:g}"
         median, low, high = np.array([spreads[id(fleet)] for fleet in known]).T
         look = look_of(policy)
         axes.errorbar(
@@ -65,7 +69,7 @@ def _draw(axes: "Axes", fleets: Sequence[Fleet], name: str, times: float) -> Non
             marker=look.marker,
             capsize=3,
             linewidth=_WIDTHS[min(sizes.index(kv_tokens) + (len(sizes) == 1), len(_WIDTHS) - 1)],
-            label=policy if len(sizes) == 1 else f"{policy}, {kv_tokens:,} tokens",
+            label=label,
         )
     best = [fleet for fleet in drawn if fleet.on_frontier]
     axes.plot(

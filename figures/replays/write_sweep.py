@@ -15,7 +15,7 @@ from mallee.mocker.sweeps.sweep import FIGURES, Fleet, Sweep, interval_of
 from mallee.protocol.errors import ConfigError
 
 CSV_COLUMNS: Final = (
-    *("trace", "engines", "policy", "kv_tokens", "seed", *FIGURES, "digest"),
+    *("trace", "engines", "policy", "kv_tokens", "timing", "speedup", "seed", *FIGURES, "digest"),
     *("on_frontier", "is_best", "error"),
 )
 _CELLS: Final[dict[str, tuple[str, Callable[[float], str], bool]]] = {
@@ -27,9 +27,9 @@ _CELLS: Final[dict[str, tuple[str, Callable[[float], str], bool]]] = {
     "goodput_per_s": ("goodput", lambda value: number(value, "/s"), True),
     "hit_rate": ("hit rate", percent, False),
     "utilisation": ("busy", percent, False),
+    "gpu_hours": ("GPU-hours", number, False),
 }
 """Head of a figure, how it is shown, and whether its interval is."""
-HEAD: Final = ("engines", "policy", "KV tokens", *(head for head, _, _ in _CELLS.values()))
 
 
 def write_sweep(sweep: Sweep, out_dir: Path | str) -> list[Path]:
@@ -47,11 +47,19 @@ def write_sweep(sweep: Sweep, out_dir: Path | str) -> list[Path]:
     return [rows, *write_page(out_dir, "sweep", sweep.as_json(), _page(sweep))]
 
 
-def cells(fleet: Fleet) -> tuple[str, ...]:
-    """A fleet as text, by `HEAD`; one that failed has its error in place of figures."""
-    cost = (number(fleet.engines), fleet.policy, f"{fleet.kv_tokens:,}")
+def head(sweep: Sweep) -> tuple[str, ...]:
+    """Heads of `cells`."""
+    loads = ("timing", "speedup") if len(sweep.loads) > 1 else ()
+    return ("engines", "policy", "KV tokens", *loads, *(head for head, _, _ in _CELLS.values()))
+
+
+def cells(sweep: Sweep, fleet: Fleet) -> tuple[str, ...]:
+    """A fleet as text, by `head`; one that failed has its error in place of figures."""
+    cost: tuple[str, ...] = (number(fleet.engines), fleet.policy, f"{fleet.kv_tokens:,}")
+    if len(sweep.loads) > 1:
+        cost = (*cost, fleet.timing, f"{fleet.speedup:g}")
     if not fleet.runs:
-        return (*cost, fleet.error, *[""] * (len(HEAD) - 4))
+        return (*cost, fleet.error, *[""] * (len(_CELLS) - 1))
     return (*cost, *(_cell(fleet, name) for name in _CELLS))
 
 
@@ -67,7 +75,7 @@ def _cell(fleet: Fleet, name: str) -> str:
 
 
 def advice(sweep: Sweep) -> str:
-    """A sentence that names the fleet to buy."""
+    """A sentence for each timing and speedup that names the fleet to buy."""
     limits = (
         f"first tokens within {milliseconds(sweep.conditions.get('slo_ttft_ms'))} and gaps within"
         f" {milliseconds(sweep.conditions.get('slo_itl_ms'))} for"
@@ -75,11 +83,27 @@ def advice(sweep: Sweep) -> str:
     )
     if len(sweep.seeds) > 1:
         limits += f", also at the low end over {len(sweep.seeds)} seeds"
-    best = sweep.smallest_good
+    if len(sweep.loads) == 1:
+        return _advice(sweep, sweep.loads[0], limits)
+    lines = ((load, _advice(sweep, load, limits)) for load in sweep.loads)
+    return "\n".join(f"{timing}, speedup {speed:g}: {line}" for (timing, speed), line in lines)
+
+
+def _advice(sweep: Sweep, load: tuple[str, float], limits: str) -> str:
+    """Says that fewer engines are not enough only if fewer were tried."""
+    best = sweep.smallest_good(load)
     if best is None:
         return f"No fleet here gives {limits}."
-    engines = f"{best.engines} engine{'s' if best.engines > 1 else ''}"
-    return f"{engines} with KV for {best.kv_tokens:,} tokens and policy {best.policy} are enough: {limits}."
+    fleet = f"{best.engines} engine{'s' if best.engines > 1 else ''}"
+    fleet += f" with KV for {best.kv_tokens:,} tokens and policy {best.policy}"
+    fewer = sweep.most_too_few(best)
+    if not fewer and best.engines > 1:
+        return f"{fleet} give {limits}. No fewer were tried: fewer may do."
+    untried = best.engines - fewer - 1
+    between = f" ({untried} numbers between were not tried)" if untried > 1 else ""
+    if untried == 1:
+        between = f" ({fewer + 1} was not tried)"
+    return f"{fleet} are enough{f', {fewer} are not{between}' if fewer else ''}: {limits}."
 
 
 def about_seeds(sweep: Sweep) -> str:
@@ -96,12 +120,13 @@ def about_seeds(sweep: Sweep) -> str:
 
 
 def _page(sweep: Sweep) -> Page:
-    best = sweep.smallest_good
+    best = [sweep.smallest_good(load) for load in sweep.loads]
+    enough = [number(fleet.engines) for fleet in best if fleet is not None]
     share = max((f.spread("slo_share").median for f in sweep.fleets if f.runs), default=None)
     tiles = [
         Tile(number(len(sweep.fleets)), "fleets tried"),
         Tile(number(len(sweep.frontier)), "on the frontier"),
-        Tile("-" if best is None else number(best.engines), "engines are enough"),
+        Tile(", ".join(enough) or "-", "engines are enough"),
         Tile(percent(share), "of requests within the limits, at best"),
     ]
     caption = (
@@ -111,8 +136,8 @@ def _page(sweep: Sweep) -> Page:
     )
     is_best = frozenset(i for i, fleet in enumerate(sweep.fleets) if fleet.on_frontier)
     sections: list[Table | Facts] = [
-        _table("The frontier", sweep.frontier, note=about_seeds(sweep)),
-        _table("All fleets", sweep.fleets, best=is_best),
+        _table(sweep, "The frontier", sweep.frontier, note=about_seeds(sweep)),
+        _table(sweep, "All fleets", sweep.fleets, best=is_best),
         Facts("Conditions", facts({**sweep.conditions, "seeds": sweep.seeds})),
     ]
     if sweep.origin is not None:
@@ -123,5 +148,5 @@ def _page(sweep: Sweep) -> Page:
     return Page(title, advice(sweep), tiles, {"pareto": (pareto_figure(sweep), caption)}, sections)
 
 
-def _table(title: str, fleets: Sequence[Fleet], **more: Any) -> Table:
-    return Table(title, HEAD, [cells(fleet) for fleet in fleets], **more)
+def _table(sweep: Sweep, title: str, fleets: Sequence[Fleet], **more: Any) -> Table:
+    return Table(title, head(sweep), [cells(sweep, fleet) for fleet in fleets], **more)

@@ -7,7 +7,6 @@ from typing import Any, Final, NamedTuple, TypeAlias, cast
 from mallee.mocker.passes import mock_spec
 from mallee.mocker.replay.clock import Clock
 from mallee.mocker.replay.config import ReplayConfig
-from mallee.mocker.replay.costs import cost_model
 from mallee.mocker.replay.fleet.faulty import FaultyFleet
 from mallee.mocker.replay.fleet.workers import Listener, Role
 from mallee.mocker.replay.gateway.gateway import Gateway
@@ -15,17 +14,14 @@ from mallee.mocker.replay.gateway.roles import RoleGateway
 from mallee.mocker.texts import Texts
 from mallee.mocker.timing import Timing
 from mallee.protocol.ids import Incarnation
-from mallee.router.config import CostModel, Policy, RouterConfig, SpillModel
+from mallee.router.config import CostModel, Policy, SpillModel
 from mallee.router.router import Router
 from mallee.router.sync.outbox import Outbox
 from mallee.router.sync.replicas import Replicas
-from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
-from mallee.worker.transfer.values import DISK, HOST
 
 AnyGateway: TypeAlias = Gateway | RoleGateway
 _FOREVER_S: Final = 1e12  # no lease or booking runs out: deaths are announced
-_UNLIMITED: Final = 1 << 40
 
 
 class ReplayBuilder(NamedTuple):
@@ -45,12 +41,19 @@ class ReplayBuilder(NamedTuple):
     def fleet(self, listener: Listener, texts: Texts, *, has_forks: bool) -> FaultyFleet:
         """A fleet without workers yet. Answers leave capsules only if requests fork."""
         config = self.config
-        scheduler = SchedulerConfig(
+        scheduler = replace(
+            config.engine.scheduler,
             max_step_tokens=config.max_step_tokens,
             max_rows=config.max_rows,
-            max_waiting=_UNLIMITED,
             gang=False,  # an order within a batch that only real memory gains by
         )
+<<<<<<< HEAD
+        if is_vllm := config.rules == "vllm":
+=======
+        is_vllm = config.rules == "vllm"
+        if is_vllm and scheduler.watermark == SchedulerConfig().watermark:
+>>>>>>> part-fidelity
+            scheduler = replace(scheduler, watermark=0.0)  # vLLM's default
         num_capsules = config.answer_capsules if has_forks else 0
         return FaultyFleet(
             self.clock,
@@ -59,29 +62,33 @@ class ReplayBuilder(NamedTuple):
             texts=texts,
             block_size=self.block_size,
             num_blocks=config.num_blocks(self.block_size),
-            config=EngineConfig(scheduler, max_answer_capsules=num_capsules),
+            config=replace(config.engine, scheduler=scheduler, max_answer_capsules=num_capsules),
             seed=config.seed,
             tiers=config.tiers,
             link=config.link if config.prefill_engines or config.can_migrate else None,
             is_lending=config.can_migrate,
             device=config.device,
-            spec=mock_spec(vocab_size=1 << 32, max_model_len=1 << 24, groups=config.groups),
+            spec=mock_spec(
+                vocab_size=1 << 32, max_model_len=config.max_model_len, groups=config.groups
+            ),
+            is_vllm=is_vllm,
             join_role="decode" if config.prefill_engines else "both",
         )
 
     def gateway(self, index: int, **more: Any) -> AnyGateway:
         """Gateway `index`; `more` are its own arguments."""
         config, name = self.config, f"g{index}"
-        outbox = Outbox(name, Incarnation(1)) if config.gateways > 1 else None
-        cost, clock = self._cost_model(), self.clock
+        outbox = Outbox(name, Incarnation(1)) if config.are_synced else None
+        more |= {"clock": self.clock, "admission": config.admission}
+        cost = config.cost_model(self.block_size)
         if not config.prefill_engines:
-            return Gateway(name, self._router(index, cost, outbox), clock=clock, **more)
+            return Gateway(name, self._router(index, cost, outbox), **more)
         moving = replace(cost, prefill_token_s=config.link.token_s)  # of what a decode worker lacks
         routers = {
             "both": self._router(index, moving, outbox),
             "prefill": self._router(index + 1, cost, None),
         }
-        return RoleGateway(name, routers, clock=clock, **more)
+        return RoleGateway(name, routers, **more)
 
     def replicas(self, gateway: AnyGateway) -> Replicas:
         """The bookings of other gateways, as `gateway` keeps them."""
@@ -94,17 +101,6 @@ class ReplayBuilder(NamedTuple):
             incarnation=1,
         )
 
-    def _cost_model(self) -> CostModel:
-        """Prices of the workers' steps and of lower tiers."""
-        cost, tiers = cost_model(self.timing, self.block_size), self.config.tiers
-        if tiers is None:
-            return cost
-        return replace(
-            cost,
-            host_block_s=tiers.block_s(HOST, self.block_size),
-            disk_block_s=tiers.block_s(DISK, self.block_size),
-        )
-
     def _router(self, seed: int, cost: CostModel, outbox: Outbox | None) -> Router:
         config, link = self.config, self.config.link
         spill = SpillModel(
@@ -113,7 +109,8 @@ class ReplayBuilder(NamedTuple):
             kv_block_nbytes=self.block_size * link.token_nbytes,
         )
         return Router(
-            RouterConfig(
+            replace(
+                config.routing,
                 block_size=self.block_size,
                 max_workers=2 * config.engines + 64,
                 lease_s=_FOREVER_S,
@@ -121,7 +118,6 @@ class ReplayBuilder(NamedTuple):
                 cost=cost,
                 spill=spill,
                 policy=cast("Policy", config.policy),
-                temperature=config.temperature,
             ),
             clock=self.clock.read,
             draw=random.Random(config.seed * 1009 + seed).random,  # noqa: S311 # a replay

@@ -1,22 +1,33 @@
 """The settings of a replay beside its workload."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final, get_args
+from typing import Any, Final, get_args
 
 from mallee.mocker.device import DeviceConfig
 from mallee.mocker.links import LinkConfig
+from mallee.mocker.prices import cost_model
 from mallee.mocker.replay.fleet.faults import Fault
 from mallee.mocker.tiers import TierConfig
 from mallee.mocker.timing import Timing, load_timing
-from mallee.mocker.timing.profiles import DEFAULT_TIMING
+from mallee.mocker.timing.profiles import DEFAULT_TIMING, gpus_of
 from mallee.protocol.errors import ConfigError
 from mallee.protocol.model import GroupSpec
-from mallee.router.config import Policy
+from mallee.router.config import CostModel, Policy, RouterConfig
+from mallee.router.dispatch.queue import AdmissionConfig
+from mallee.worker.records import EngineConfig
+from mallee.worker.sched.policy import SchedulerConfig
+from mallee.worker.transfer.values import DISK, HOST
 
 POLICIES: Final[tuple[Policy, ...]] = get_args(Policy)
 
 MAX_BLOCKS: Final = 1 << 30  # of all engines; each takes a byte at least
+_UNLIMITED: Final = 1 << 40
+_ENGINE: Final = EngineConfig(SchedulerConfig(max_waiting=_UNLIMITED))
+_ADMISSION: Final = AdmissionConfig(_UNLIMITED, _UNLIMITED, max_wait_s=1e12)
 
+RULES: Final = ("mallee", "vllm")
+_OF_OURS: Final = ("prefill_engines", "can_migrate", "tiers", "state_nbytes", "retain_s")
 _AT_LEAST_1 = ("engines", "kv_tokens", "max_rows", "max_step_tokens", "gateways")
 _AT_LEAST_0 = (
     *("block_size", "concurrency", "max_requests", "max_output_tokens", "prefill_engines", "seed"),
@@ -30,15 +41,21 @@ _ABOVE_0 = ("speedup", "slo_ttft_s", "slo_itl_s")
 class ReplayConfig:
     """The fleet and how requests arrive. Values; may be sent to another process.
 
-    `kv_tokens` of each engine; only whole blocks count.
+    `rules`: whose the engines follow, Mallee's or vLLM's (`mocker.vllm`). `kv_tokens` of each
+    engine; only whole blocks count.
     `block_size` 0: as many tokens as an id of the workload stands for. `speedup`: arrivals come so much
     faster than recorded. `concurrency`: so many requests are under way at most, and arrival times
     don't count (0: open loop, by arrival times). `max_requests`, `max_output_tokens`: 0 for no limit.
     The lags are seconds until a worker's events reach a router, and bookings another gateway;
     `detect_s` until a gateway notices that a worker died.
+
+    `engine`, `routing` and `admission` are a live fleet's, but for what has a field of its own here. Routers
+    price by `timing`, or by `prices` if that is given, and by what `cost` says otherwise. `timed` replaces
+    fields of the timing.
     """
 
     engines: int = 4
+    rules: str = "mallee"
     policy: str = "cost"
     kv_tokens: int = 1_048_576
     block_size: int = 0
@@ -57,7 +74,6 @@ class ReplayConfig:
     answer_capsules: int = 256  # that an engine keeps for forks to come, where the workload has any
     retain_s: float = 0.0  # that requests of sessions want their text retained after its last use
     prefill_engines: int = 0  # of the engines, so many only compute prompts
-    temperature: float = 0.0  # of the router's choice
     shared_reads: bool = (
         True  # rows read the blocks that they share once, also if the timing has it otherwise
     )
@@ -69,6 +85,14 @@ class ReplayConfig:
     device: DeviceConfig = field(default_factory=DeviceConfig)  # that engines share
     state_nbytes: int = 0  # of recurrent layers, after a token; 0: the model has none
     can_migrate: bool = False  # workers lend each other KV, where that is cheaper than computing
+    engine: EngineConfig = _ENGINE
+    routing: RouterConfig = field(default_factory=RouterConfig)
+    admission: AdmissionConfig = _ADMISSION
+    prices: str | None = None
+    cost: Mapping[str, float] = field(default_factory=dict)
+    timed: Mapping[str, float] = field(default_factory=dict)
+    syncs_bookings: bool = True
+    max_model_len: int = 1 << 24
     seed: int = 0
 
     def validate(self) -> "ReplayConfig":
@@ -80,8 +104,7 @@ class ReplayConfig:
         for name in _ABOVE_0:
             if not 0.0 < getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name}={getattr(self, name)}: give more than 0")
-        if not 0.0 <= self.temperature < float("inf"):
-            raise ConfigError(f"temperature={self.temperature}: give 0 or more")
+        self.engine.validate()
         if self.policy not in POLICIES:
             raise ConfigError(f"policy={self.policy!r}: give one of {', '.join(POLICIES)}")
         if self.prefill_engines >= self.engines:
@@ -89,6 +112,18 @@ class ReplayConfig:
                 f"prefill_engines={self.prefill_engines} of engines={self.engines}: leave at least"
                 " one to decode"
             )
+        if self.rules not in RULES:
+            raise ConfigError(f"rules={self.rules!r}: give one of {', '.join(RULES)}")
+        if self.rules == "vllm":
+            for name in _OF_OURS:
+                if value := getattr(self, name):
+<<<<<<< HEAD
+                    raise ConfigError(
+                        f"{name}={value} with the rules of vLLM: only Mallee's engine has that"
+                    )
+=======
+                    raise ConfigError(f"{name}={value} with rules='vllm': only Mallee's has that")
+>>>>>>> part-fidelity
         self.link.validate()
         self.device.validate()
         if self.prefill_engines and self.gateways > 1:
@@ -99,6 +134,17 @@ class ReplayConfig:
         if self.tiers is not None:
             self.tiers.validate()
         return self
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of the fleet, as many for each device as the timing's model is spread over."""
+        ranks = gpus_of(self.timing) if isinstance(self.timing, str) else 1
+        return -(-self.engines // self.device.engines) * ranks
+
+    @property
+    def are_synced(self) -> bool:
+        """Whether gateways tell each other of their bookings."""
+        return self.gateways > 1 and self.syncs_bookings
 
     @property
     def groups(self) -> tuple[GroupSpec, ...]:
@@ -139,4 +185,18 @@ class ReplayConfig:
         timing = self.timing
         if not isinstance(timing, Timing):
             timing = load_timing(timing, kv_tokens=self.kv_tokens)
-        return replace(timing, shares_reads=self.shared_reads)
+        timed: dict[str, Any] = dict(self.timed)
+        return replace(timing, shares_reads=self.shared_reads, **timed)
+
+    def cost_model(self, block_size: int) -> CostModel:
+        """Prices of the routers. Raises ConfigError, also if `prices` is no timing."""
+        priced = (
+            self.load_timing()
+            if self.prices is None
+            else load_timing(self.prices, kv_tokens=self.kv_tokens)
+        )
+        figures: dict[str, Any] = dict(self.cost)
+        if self.tiers is not None:
+            lower = {"host_block_s": HOST, "disk_block_s": DISK}
+            figures = {n: self.tiers.block_s(t, block_size) for n, t in lower.items()} | figures
+        return replace(cost_model(priced, block_size), **figures)

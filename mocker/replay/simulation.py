@@ -77,7 +77,7 @@ class Simulation:
                 fleet=self.fleet,
                 texts=self._named.of(f"g{index}"),
                 recorder=self,
-                on_booked=self._broadcast_bookings if config.gateways > 1 else None,
+                on_booked=self._broadcast_bookings if config.are_synced else None,
             )
             for index in range(config.gateways)
         ]
@@ -331,7 +331,7 @@ class Simulation:
         for gateway in self.gateways:
             for router in gateway.routers.values():
                 router.set_broker_up(is_up)
-        if is_up and len(self.gateways) > 1:
+        if is_up and self.config.are_synced:
             for gateway in self.gateways:  # the others see what they missed
                 assert gateway.router.outbox is not None
                 beat = gateway.router.outbox.heartbeat(lags=gateway.room.lags())

@@ -97,7 +97,14 @@ def kv_room(name_or_path: str) -> KVRoom:
         return KVRoom(profile.kv_tokens, profile.kv_bytes_per_token)
     if name_or_path == DYNAMO or (path := _file(name_or_path)).suffix == ".npz":
         return KVRoom(0, 0)
-    return KVRoom(0, read_timing(path).kv_bytes_per_token)
+    found = read_timing(path)
+    return KVRoom(int(found.conditions.get("kv_tokens", 0)), found.kv_bytes_per_token)
+
+
+def gpus_of(name_or_path: str) -> int:
+    """GPUs that an engine of that timing is spread over; 1 of a file, which does not say."""
+    profile = fitted().profiles.get(name_or_path.partition("@")[0])
+    return 1 if profile is None else profile.tp
 
 
 def load_timing(name_or_path: str, *, kv_tokens: int | None = None) -> Timing:

@@ -205,6 +205,7 @@ class Health(Body, frozen=True, kw_only=True):
     gateway: str = OMITTED
     broker: Literal["up", "down"] = OMITTED
     store: Literal["up", "down", "full"] = OMITTED
+    keys: Annotated[str, Meta(description="`ok`, or the fault of the file of keys.")] = OMITTED
     workers: list[dict[str, Any]] = OMITTED
 
 

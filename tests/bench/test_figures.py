@@ -1,13 +1,14 @@
 """Medians, verdicts, tables and choices of the benches."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from bench import measure, tables
+from bench import headline, measure, tables
 from bench.block_tables import Shape, Shared, Steps, compare, placements, reason_to_skip
 from bench.router import ranking
 from bench.search.__main__ import interval
@@ -62,8 +63,19 @@ def test_intervals_hold_their_median() -> None:
 
 def test_the_page_is_fresh_and_has_every_result() -> None:
     assert tables.PAGE.read_text() == tables.page(), "run python -m bench.tables"
+    assert tables.FIDELITY.read_text() == tables.fidelity_page(), "run python -m bench.tables"
     results = {path.stem for path in tables.RESULTS.glob("*.json")} - {"nightly"}  # `make nightly`
     assert results == set(tables.SECTIONS)
+
+
+def test_the_table_of_the_readme_is_made_of_the_results_with_losses_in_bold() -> None:
+    """D40: no figure of README's table is typed."""
+    text = headline.README.read_text()
+    assert text == headline.readme(), "run make figures"
+    bold = re.findall(r"^\| \*\*(.+?)\*\*", headline.figures(), re.MULTILINE)
+    assert any(name.startswith("prefill") for name in bold)  # 1,326 against 1,397
+    assert any("requests/s with 1 / 16 / 64" in name for name in bold)
+    assert not any(name.startswith("decode") for name in bold)
 
 
 def test_a_mask_over_129_thousand_tokens_takes_less_than_a_tenth_of_a_millisecond() -> None:

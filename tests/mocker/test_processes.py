@@ -52,7 +52,7 @@ def test_nothing_is_loaded_for_drawing_before_something_is_drawn() -> None:
 def test_a_sweep_does_not_depend_on_the_number_of_processes() -> None:
     grid = Grid([1, 2], ["cost"], [16 * 512, 64 * 512])
     rows = [
-        [f.row() for f in sweep({0: make}, ReplayConfig(), grid, processes=processes).fleets]
+        [f.row() for f in sweep({0: make}, [ReplayConfig()], grid, processes=processes).fleets]
         for processes in (1, 2)
     ]
     assert rows[0] == rows[1]

@@ -147,7 +147,7 @@ def test_who_is_lost_missed_every_limit(concurrency: int) -> None:
     assert kept.ttft_at(0.2) < kept.ttft_at(0.9) == float("inf")
     fleet = Fleet(2, "cost", 256, {0: kept})
     assert fleet.spread("failed_requests").median == 40 - num_ended
-    assert Sweep((fleet,), {}, good_share=0.95).smallest_good is None
+    assert Sweep((fleet,), {}, good_share=0.95).smallest_good(fleet.load) is None
 
 
 def test_a_worker_that_came_back_is_another_life_in_the_rows() -> None:

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from mallee.mocker.prices import cost_model
 from mallee.mocker.replay.config import ReplayConfig
-from mallee.mocker.replay.costs import cost_model
 from mallee.mocker.replay.result import Result, jain
 from mallee.mocker.replay.run import replay
 from mallee.mocker.replay.simulation import Simulation

@@ -377,7 +377,7 @@ class LiveWorld:
         self.gateways: list[LiveGateway] = []
         for index in range(config.gateways):
             outbox = Outbox(f"g{index}", Incarnation(1)) if config.gateways > 1 else None
-            router = builder._router(index, builder._cost_model(), outbox)
+            router = builder._router(index, config.cost_model(builder.block_size), outbox)
             self.gateways.append(LiveGateway(self, index, router))
         self._draw = random.Random(config.seed)
         self._connections: dict[str, LiveGateway] = {}  # by session

@@ -349,7 +349,7 @@ def test_a_limit_inside_a_tree_counts_only_the_children_that_are_left() -> None:
 def test_azure_rows_have_no_text_in_common_and_times_with_and_without_zone(tmp_path: Path) -> None:
     workload = read_workload(DATA / "azure.csv")
     assert workload.kind == "azure"
-    assert list(workload) == [Request(0, 0.0, (), 4808, 10), Request(1, 1.052, (), 3180, 8)]
+    assert list(workload) == [Request(0, 0.0, [], 4808, 10), Request(1, 1.052, [], 3180, 8)]
     lines = ["2024-05-10 00:00:00.009930+00:00,10,3", "2024-05-10 00:00:01+00:00,10,0"]
     header = "TIMESTAMP,ContextTokens,GeneratedTokens"
     path = write(tmp_path, header, *lines, "2024-05-10T00:00:02Z,10,1")
@@ -420,6 +420,37 @@ def test_public_traces_are_read_whole_and_in_order(name: str) -> None:
     assert all(a.arrival_s <= b.arrival_s for a, b in itertools.pairwise(found))
     assert all(max((*r.wait_for, r.parent)) < r.number for r in found)
     assert_chained(found[:4000])
+
+
+def test_a_delay_is_a_pause_after_the_row_before_with_and_without_a_timestamp(
+    tmp_path: Path,
+) -> None:
+    """Reports F of others' systems: aiperf's `delay` was dropped, or its row refused."""
+    lines = [
+        row(0, session_id="s"),
+        row(0, session_id="s", delay=500),
+        row(0, session_id="s", delay=250).replace('"timestamp": 0, ', ""),
+    ]
+    first, second, third = read_workload(write(tmp_path, *lines))
+    assert (second.wait_for, second.tool_wait_s) == ((first.number,), 0.5)
+    assert (third.wait_for, third.tool_wait_s) == ((second.number,), 0.25)
+    assert [r.arrival_s for r in (first, second, third)] == [0.0, 0.0, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("session", "says"),
+    [
+        ({}, "no timestamp, and no session_id of a row before"),
+        ({"session_id": "s"}, "no timestamp, and no row of session 's' before it"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["auto", "agentic"])
+def test_a_row_that_comes_at_no_time_is_named(
+    session: dict[str, str], says: str, kind: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path, row(0, **session).replace('"timestamp": 0, ', ""))
+    with pytest.raises(CodecError, match=f"line 1: {says}"):
+        list(read_workload(path, kind=kind))
 
 
 def common(a: Any, b: Any) -> int:

@@ -22,6 +22,7 @@ _FEWEST_TICKS: Final = 8  # fewer may be whole seconds by chance
 
 Name: TypeAlias = str | int
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
+UNTIMED: Final = float("-inf")
 Some: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
 Time: TypeAlias = Annotated[float, msgspec.Meta(ge=-MAX_MS, le=MAX_MS)]
 Wait: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_MS)]
@@ -33,9 +34,10 @@ LARGE_WITH_FORKS: Final = 1 << 32  # times 256 still below the names of what for
 class Row(msgspec.Struct, kw_only=True, gc=False):
     """`WorkloadRow` as files have it: names may be numbers, and lengths are checked."""
 
-    timestamp: Time
     input_length: Some
     output_length: Count
+    timestamp: Time = UNTIMED  # only behind another row of its session
+    delay: Wait = 0.0  # aiperf's name of `tool_wait_ms`
     hash_ids: list[int] = []
     session_id: Name | None = None
     request_id: Name | None = None
@@ -54,6 +56,7 @@ class Row(msgspec.Struct, kw_only=True, gc=False):
             and not self.wait_for
             and self.branches == 1
             and not self.tool_wait_ms
+            and not self.delay
             and self.fork_of is None
             and not self.prefix_reset
             and self.cls is None
@@ -118,7 +121,9 @@ def is_over(row: Row, size: int = ID_TOKENS[-1]) -> bool:
 def has_ticks(rows: Sequence[Row]) -> bool:
     """Whether all timestamps are Mooncake's ticks, to a millisecond."""
     ticks = {row.timestamp for row in rows}
-    on_ticks = all(abs(tick - TICK_MS * round(tick / TICK_MS)) <= 1.0 for tick in ticks)
+    on_ticks = UNTIMED not in ticks and all(
+        abs(tick - TICK_MS * round(tick / TICK_MS)) <= 1.0 for tick in ticks
+    )
     return on_ticks and _FEWEST_TICKS <= len(ticks) < len(rows)
 
 
@@ -150,21 +155,16 @@ def read_plain(
 
 
 def _plain_rows(file: TraceFile, id_tokens: int, ids: Ids) -> Iterator[Row]:
-    """The file's rows, checked to be in order of time and without dependencies."""
-    last_ms = float("-inf")
+    """The file's rows by time, checked to be without dependencies."""
 
     def read(number: int, line: bytes) -> Row:
         row = read_row(file, number, line, id_tokens)
         if not row.is_plain:
             what = "sessions, dependencies or branches, but the rows at the begin have none"
             raise file.bad(number, f"{what}; read it as --kind agentic", "")
-        if row.timestamp < last_ms:
-            what = f"timestamp {row.timestamp} is before the line above's {last_ms}"
-            raise file.bad(number, f"{what}; sort the rows by timestamp", "timestamp")
         return row
 
-    for _, row in file.read(read):
-        last_ms = row.timestamp
+    for row in file.by_time(file.read(read), lambda row: row.timestamp):
         row.hash_ids = ids.named(row.hash_ids)
         yield row
 
@@ -172,6 +172,9 @@ def _plain_rows(file: TraceFile, id_tokens: int, ids: Ids) -> Iterator[Row]:
 def read_row(file: TraceFile, number: int, line: bytes, id_tokens: int) -> Row:
     """Raises CodecError, also for more ids than the prompt has blocks."""
     row = file.decode(number, line, decoder)
+    if row.timestamp == UNTIMED and row.session_id is None:
+        what = "no timestamp, and no session_id of a row before: give one of them"
+        raise file.bad(number, what, "timestamp")
     if is_over(row, id_tokens):
         what = f"{len(row.hash_ids)} hash_ids of {id_tokens} tokens for an input_length of"
         what = f"{what} {row.input_length}: at most {-(-row.input_length // id_tokens)}"

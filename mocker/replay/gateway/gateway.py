@@ -4,7 +4,8 @@ All decisions are those of the live gateway, which drives the same `router.dispa
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, Protocol
+from dataclasses import replace
+from typing import Protocol
 
 from mallee.mocker.replay.clock import MAX_S, Clock
 from mallee.mocker.replay.fleet.workers import Fleet, Worker
@@ -30,15 +31,6 @@ from mallee.router.dispatch.effects import (
 from mallee.router.dispatch.jobs import Job
 from mallee.router.dispatch.queue import AdmissionConfig
 from mallee.router.router import Router
-
-_UNLIMITED: Final = 1 << 40
-_CONFIG: Final = DispatchConfig(
-    AdmissionConfig(_UNLIMITED, _UNLIMITED, max_wait_s=1e12, max_idle_tenants=65_536),
-    recheck_s=None,
-    can_convict=False,
-    asks_first=True,
-)
-"""A replay drops no request, all room is announced, and its workers die of faults alone."""
 
 
 class Recorder(Protocol):
@@ -77,6 +69,7 @@ class Gateway:
         fleet: Fleet,
         texts: ReplayTexts,
         recorder: Recorder,
+        admission: AdmissionConfig,
         send: Callable[[Worker, Send], None] | None = None,
         on_booked: Callable[["Gateway"], None] | None = None,
     ) -> None:
@@ -89,7 +82,14 @@ class Gateway:
         self._recorder = recorder
         self._send = send or self.send
         self._on_booked = on_booked
-        self._dispatcher = Dispatcher(router, texts, _CONFIG, clock=clock.read)
+        # All room is announced, and workers die of faults alone.
+        config = DispatchConfig(
+            replace(admission, max_idle_tenants=65_536),
+            recheck_s=None,
+            can_convict=False,
+            asks_first=True,
+        )
+        self._dispatcher = Dispatcher(router, texts, config, clock=clock.read)
         self.room = self._dispatcher.room
         self._lives: dict[WorkerId, Incarnation] = {}  # that have joined and are not known as lost
         self._is_carrying_out = self._has_more = False

@@ -1,8 +1,10 @@
 """K21, K26: `mallee replay` and `mallee sweep`, as users call them."""
 
 import csv
+import gzip
 import hashlib
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -70,8 +72,18 @@ def test_the_last_line_is_one_object(policy: str, tmp_path: Path) -> None:
         ("--timing", "h100-llama-3.1-8b-bf16", "--seed", "7"),
         ("--prefill-engines", "2", "--kv-bytes-per-token", "65536", "--link-gb-s", "50"),
         ("--host-kv-tokens", "51200", "--disk-kv-tokens", "51200", "--kv-tokens", "32768"),
-        ("--migrate", "--no-shared-reads"),
+        ("--migrate", "--set", "experimental.tree_attention=false"),
         ("--open-loop",),
+        (
+            "--engine",
+            "vllm",
+            "--gateways",
+            "2",
+            "--set",
+            "mock.engines_per_device=2",
+            "--kv-tokens",
+            "32768",
+        ),
     ],
 )
 def test_options_are_taken(options: tuple[str, ...], tmp_path: Path) -> None:
@@ -85,10 +97,20 @@ def test_options_are_taken(options: tuple[str, ...], tmp_path: Path) -> None:
     [
         (("--engines", "0"), "engines=0: give at least 1"),
         (("--policy", "best"), "policy='best': give one of cost"),
+<<<<<<< HEAD
+        (("--engine", "sglang"), "engine='sglang': give one of mallee, vllm"),
+        (("--engine", "vllm", "--migrate"), "can_migrate=True with the rules of vLLM"),
+=======
+        (("--engine", "sglang"), "rules='sglang': give one of mallee, vllm"),
+        (("--engine", "vllm", "--migrate"), "can_migrate=True with rules='vllm'"),
+>>>>>>> part-fidelity
         (("--block-size", "100"), "divisor or a multiple of 512"),
         (("--concurrency", "0"), "--concurrency=0"),
         (("--timing", "abacus"), "timing='abacus'"),
-        (("--engines-per-device", "2"), "--kv-tokens, what each has of the 906,000 of its device"),
+        (
+            ("--set", "mock.engines_per_device=2"),
+            "--kv-tokens, what each has of the 906,000 of its device",
+        ),
         (("--timing", "dynamo"), "--timing dynamo does not say how much KV a device holds"),
         (
             ("--timing", "dynamo", "--kv-tokens", "65536", "--migrate"),
@@ -254,3 +276,35 @@ def test_the_command_of_a_sweep_makes_the_same_trials_again(trace: Path, tmp_pat
     repeated = json.loads((again / "sweep.json").read_text())
     assert repeated["trials"] == found["trials"]
     assert repeated["conditions"] == found["conditions"]
+
+
+# The docs
+
+DOC = (Path(__file__).resolve().parents[3] / "docs" / "size-a-fleet.md").read_text()
+COMMANDS = re.findall(r"^mallee ((?:replay|sweep|figures) .*)$", DOC, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(each, marks=pytest.mark.slow if "--out" in each else ())
+        for each in dict.fromkeys(COMMANDS)
+    ],
+)
+def test_commands_that_size_a_fleet_run_as_they_are_written(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a small trace of that name, with the faults of the page."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("mallee.cli.mocker.sweep._processes", lambda given: 1)
+    with gzip.open("mooncake_conversation.jsonl.gz", "wt") as file:
+        file.writelines(
+            json.dumps({**row, "timestamp": 500 * i}) + "\n" for i, row in enumerate(ROWS)
+        )
+    faults = re.search(r"```json\n(\[.*?\])\n```", DOC, re.DOTALL)
+    assert faults is not None
+    Path("faults.json").write_text(faults[1])
+    Path("fleet.yaml").write_text("model: smollm2\nengine: {kind: mock}\nworkers: 2\n")
+    done = CliRunner().invoke(cli, shlex.split(command), catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    assert "virtual time" in done.stdout or "enough" in done.stdout or "wrote" in done.stderr
