@@ -47,12 +47,8 @@ class ReplayBuilder(NamedTuple):
             max_rows=config.max_rows,
             gang=False,  # an order within a batch that only real memory gains by
         )
-<<<<<<< HEAD
-        if is_vllm := config.rules == "vllm":
-=======
         is_vllm = config.rules == "vllm"
         if is_vllm and scheduler.watermark == SchedulerConfig().watermark:
->>>>>>> part-fidelity
             scheduler = replace(scheduler, watermark=0.0)  # vLLM's default
         num_capsules = config.answer_capsules if has_forks else 0
         return FaultyFleet(

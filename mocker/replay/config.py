@@ -117,13 +117,9 @@ class ReplayConfig:
         if self.rules == "vllm":
             for name in _OF_OURS:
                 if value := getattr(self, name):
-<<<<<<< HEAD
                     raise ConfigError(
                         f"{name}={value} with the rules of vLLM: only Mallee's engine has that"
                     )
-=======
-                    raise ConfigError(f"{name}={value} with rules='vllm': only Mallee's has that")
->>>>>>> part-fidelity
         self.link.validate()
         self.device.validate()
         if self.prefill_engines and self.gateways > 1:

@@ -167,17 +167,10 @@ def test_what_a_crash_takes_along_is_drawn_elsewhere() -> None:
 
 
 def test_what_vllms_rules_do_not_have_is_refused_by_name() -> None:
-<<<<<<< HEAD
-    with pytest.raises(ConfigError, match="can_migrate=True with engine='vllm'"):
-        ReplayConfig(rules="vllm", can_migrate=True).validate()
-    with pytest.raises(ConfigError, match="engine='sglang': give one of mallee, vllm"):
-        ReplayConfig(engine="sglang").validate()
-=======
-    with pytest.raises(ConfigError, match="can_migrate=True with rules='vllm'"):
+    with pytest.raises(ConfigError, match="can_migrate=True with the rules of vLLM"):
         ReplayConfig(rules="vllm", can_migrate=True).validate()
     with pytest.raises(ConfigError, match="rules='sglang': give one of mallee, vllm"):
         ReplayConfig(rules="sglang").validate()
->>>>>>> part-fidelity
 
 
 def test_random_requests_leave_no_block_behind() -> None:

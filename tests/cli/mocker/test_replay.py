@@ -97,13 +97,8 @@ def test_options_are_taken(options: tuple[str, ...], tmp_path: Path) -> None:
     [
         (("--engines", "0"), "engines=0: give at least 1"),
         (("--policy", "best"), "policy='best': give one of cost"),
-<<<<<<< HEAD
-        (("--engine", "sglang"), "engine='sglang': give one of mallee, vllm"),
-        (("--engine", "vllm", "--migrate"), "can_migrate=True with the rules of vLLM"),
-=======
         (("--engine", "sglang"), "rules='sglang': give one of mallee, vllm"),
-        (("--engine", "vllm", "--migrate"), "can_migrate=True with rules='vllm'"),
->>>>>>> part-fidelity
+        (("--engine", "vllm", "--migrate"), "can_migrate=True with the rules of vLLM"),
         (("--block-size", "100"), "divisor or a multiple of 512"),
         (("--concurrency", "0"), "--concurrency=0"),
         (("--timing", "abacus"), "timing='abacus'"),
