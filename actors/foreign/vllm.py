@@ -18,9 +18,9 @@ from mallee.runtime.config import AppConfig
 
 def engine_args(config: AppConfig, places: EventPlaces | None = None) -> Any:
     """vLLM's `AsyncEngineArgs` for a worker, with cache events at `places`. Raises ConfigError."""
-    check_model(config)
     for fault in argument_faults(config.engine.vllm, known_arguments()):
         raise ConfigError(fault)
+    check_model(config)
     from vllm.config import KVEventsConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 

@@ -52,7 +52,7 @@ def make_front_config(
     """The settings by all layers, with the command's `own` options. Raises ConfigError."""
     shared = [each.name for each in fields(front)[2:]]
     given = {f"--{name.replace('_', '-')}": (name, getattr(front, name)) for name in shared}
-    made = layered(schema, {}, front.config, front.set_, given | own)
+    made = layered(schema, {}, front.config, front.set_, {**given, **own})
     require_front(command, needed, wants_events=made.events_port is not None)
     return made
 
