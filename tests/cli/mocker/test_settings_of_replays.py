@@ -1,4 +1,4 @@
-"""K26, part: a replay honours or refuses each setting of a live fleet by name, and says what has no effect."""
+"""K26, part: a replay honours or refuses each setting of a fleet by name, and says what has no effect."""
 
 import json
 import re
