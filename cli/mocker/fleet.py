@@ -52,6 +52,15 @@ class FleetOptions:
         typer.Option("--open-loop", help="Requests arrive by the clock, and wait for no others."),
     ] = False
     gateways: Annotated[int | None, typer.Option(help="Router replicas; 1 by default.")] = None
+<<<<<<< HEAD
+    engine: Annotated[
+        str | None, typer.Option(help="Whose rules workers follow: mallee (the default) or vllm.")
+    ] = None
+=======
+    engine: Annotated[str, typer.Option(help="Whose rules workers follow: mallee or vllm.")] = (
+        "mallee"
+    )
+>>>>>>> part-fidelity
     block_size: BlockSizeOption = None
     max_tokens: Annotated[int | None, typer.Option(help="Cut answers to so many tokens.")] = None
     event_lag: Annotated[
@@ -115,12 +124,17 @@ class FleetOptions:
             "max_requests": count("requests", self.requests),
             "max_output_tokens": count("max-tokens", self.max_tokens),
             "prefill_engines": count("prefill-engines", self.prefill_engines),
+            "rules": self.engine,
             "seed": self.seed,
         }
         config = replace(
             config,
             **{name: value for name, value in given.items() if value is not None},
             keeps_order=not self.open_loop,
+<<<<<<< HEAD
+=======
+            rules=self.engine,
+>>>>>>> part-fidelity
             event_lag_s=at_least_0("event-lag", self.event_lag) * 1e-3,
             can_migrate=self.migrate or config.can_migrate,
             state_nbytes=int(at_least_0("state-bytes", self.state_bytes)),
