@@ -302,4 +302,4 @@ def test_commands_that_size_a_fleet_run_as_they_are_written(
     Path("fleet.yaml").write_text("model: smollm2\nengine: {kind: mock}\nworkers: 2\n")
     done = CliRunner().invoke(cli, shlex.split(command), catch_exceptions=False)
     assert done.exit_code == 0, done.output
-    assert "virtual time" in done.stdout or "enough" in done.stdout or "wrote" in done.stderr
+    assert re.search(r"virtual time|first tokens within|wrote", done.output)

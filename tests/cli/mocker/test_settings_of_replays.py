@@ -1,4 +1,4 @@
-"""K26, part: a replay honours or refuses each setting of a live fleet, and names what has no effect."""
+"""K26, part: a replay honours or refuses each setting of a fleet by name, and says what has no effect."""
 
 import json
 import re
@@ -48,7 +48,7 @@ def written(path: Path, lines: Sequence[dict[str, Any]] = ROWS) -> str:
 
 
 def run(*words: str) -> tuple[str, dict[str, Any]]:
-    """What a replay says on stderr, and its JSON."""
+    """The lines of a replay on stderr, and its JSON."""
     done = CliRunner().invoke(cli, ["replay", *words, "--json"], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.stderr, json.loads(done.stdout.splitlines()[-1])
