@@ -144,8 +144,8 @@ def test_a_text_that_never_fits_fails_and_a_cancelled_one_gives_its_blocks_back(
 def test_forks_and_conversations_replay_on_vllms_rules(kv_tokens: int) -> None:
     """X22, part: every branch answers in full; what is not cached any more is computed again."""
     for scene in (
-        forks(6, 8, prefix_tokens=1024, gap_s=0.5),
-        agents(8, 6, document_tokens=1024, turn_tokens=128, output_tokens=64),
+        forks(4, 6, prefix_tokens=1024, gap_s=0.5),
+        agents(8, 4, document_tokens=1024, turn_tokens=128, output_tokens=32),
     ):
         config = ReplayConfig(engines=2, kv_tokens=kv_tokens, rules="vllm")
         result = replay(scene, config)
