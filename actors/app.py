@@ -282,14 +282,18 @@ class GatewayReplica:
         broker: DeploymentHandle[Any] | None,
     ) -> None:
         self._drain_s = config.drain_s
-        name = f"g-{serve.get_replica_context().replica_id.unique_id}"
+        self._names = cluster.Names.of(_app_name(), "gateway")
+        self._claim = await asyncio.to_thread(self._names.claim)
+        # Metrics have the number alone, which comes again: an update makes no new series.
+        label = f"g{self._claim.number}"
+        name = f"{label}-{serve.get_replica_context().replica_id.unique_id}"
         _set_up_logs(config.telemetry, "gateway", name)
         if (advice := choice.advice()) is not None:
             log.warning(advice)
         if (exposure := await asyncio.to_thread(cluster.exposure)) is not None:
             log.warning(exposure)
         found = await _find_broker(config, broker, "gateway")
-        self._gateway = await _build_gateway(config, name, workers, found)
+        self._gateway = await _build_gateway(config, name, label, workers, found)
         await asyncio.to_thread(_check_listening, self._gateway.access)
         await self._gateway.start()
         gateway, bus = self._gateway.gateway, self._gateway.bus
@@ -325,6 +329,8 @@ class GatewayReplica:
             await gate.drain(self._drain_s)
         if gateway := vars(self).get("_gateway"):
             await gateway.close()
+        if claim := vars(self).get("_claim"):
+            await asyncio.to_thread(self._names.give_back, claim)
 
 
 Broker: Deployment = serve.deployment(
@@ -450,6 +456,7 @@ def _own_ip() -> str:
 async def _build_gateway(
     config: AppConfig,
     name: str,
+    label: str,
     workers: DeploymentHandle[Any],
     broker: FindBroker,
 ) -> "GatewayProcess":
@@ -464,6 +471,7 @@ async def _build_gateway(
         model=model,
         secret=secret,
         node=cluster.own_node(),
+        label=label,
         own_ip=_own_ip(),
         tcp_host=lambda: _kv_host(config),
     )

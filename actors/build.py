@@ -44,7 +44,7 @@ from mallee.runtime.transport.greeting import Secret, read_secret
 from mallee.runtime.transport.link import Transport
 from mallee.runtime.transport.listener import Listener, Server
 from mallee.runtime.transport.server import CommandServer
-from mallee.runtime.transport.tls import TlsFiles, client_tls, server_tls
+from mallee.runtime.transport.tls import TlsFiles, client_tls, expiry, server_tls
 from mallee.worker.kv.watch import KVChecks
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
@@ -307,12 +307,14 @@ async def build_gateway(
     model: ModelSpec,
     secret: Secret,
     node: str = "",
+    label: str = "",
     own_ip: str = "127.0.0.1",
     tcp_host: Callable[[], str | None] = lambda: None,
 ) -> GatewayProcess:
     """A gateway called `name` on machine `node`, not yet started. Raises MalleeError if files don't serve.
 
-    Gateways with one `secret` know each other's capsules. `own_ip`: of the machine, for scrapers.
+    Gateways with one `secret` know each other's capsules. `label`: its name in metrics, if another.
+    `own_ip`: of the machine, for scrapers.
     `tcp_host()`: where workers of other machines read what was imported, if there are any.
     """
     # Lazily: numba and a tokenizer library, which workers don't need.
@@ -323,7 +325,10 @@ async def build_gateway(
     from mallee.gateway.store.store import StoreTerms
 
     access, scopes = open_access(config), build_ids(secret, name)
-    metrics, tracing = GatewayMetrics(name), open_tracing("gateway", name)
+    metrics, tracing = GatewayMetrics(label or name), open_tracing("gateway", name)
+    metrics.show_access(access)
+    if (tls := tls_files(config)) is not None:
+        access.certificate_expiry = expiry(tls)
     recorder = None
     if config.recording.folder is not None:
         recorder = build_recorder(config, config.recording.folder, name, model, metrics)
@@ -357,6 +362,7 @@ async def build_gateway(
         files=files.files,
         spans=None if tracing is None else build_spans(tracing, config),
     )
+    gateway.operator.key_fault = lambda: access.fault
     prompts = ThreadPoolExecutor(PROMPT_THREADS, thread_name_prefix=f"prompts of {name}")
     api = await asyncio.to_thread(build_api, config, gateway, access, scopes, prompts)
     if tracing is not None:

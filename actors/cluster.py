@@ -58,25 +58,31 @@ class RayStore:
 
 
 class Names:
-    """The numbers of an app's workers, and their lives, in Ray's store. Its calls block.
+    """The numbers of an app's workers, or of another kind, and their lives, in Ray's store. Its calls block.
 
     Owners are actors' ids; `is_alive` says of one whether that actor lives.
     """
 
     def __init__(
-        self, store: RayStore, app: str, owner: str, *, is_alive: Callable[[str], bool]
+        self,
+        store: RayStore,
+        app: str,
+        owner: str,
+        *,
+        is_alive: Callable[[str], bool],
+        kind: str = "worker",
     ) -> None:
         self._store = store
-        self._prefix = f"worker:{app}:"
+        self._prefix = f"{kind}:{app}:"
         self._owner = owner
         self._is_alive = is_alive
 
     @classmethod
-    def of(cls, app: str) -> "Names":
+    def of(cls, app: str, kind: str = "worker") -> "Names":
         """As the actor that calls this claims them."""
         owner = ray.get_runtime_context().get_actor_id()
-        assert owner is not None, "only actors have workers"
-        return cls(RayStore(), app, owner, is_alive=_is_alive)
+        assert owner is not None, "only actors have numbers"
+        return cls(RayStore(), app, owner, is_alive=_is_alive, kind=kind)
 
     def claim(self) -> Claim:
         """Take the lowest number whose last owner is dead, in a new life.

@@ -11,7 +11,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -32,23 +32,41 @@ START_TIMEOUT_S = 180.0
 CLOSE_TIMEOUT_S = 20.0
 DRAIN_MARGIN_S = 5.0
 REMOVE_TIMEOUT_S = 2.0
+LOOK_S = 0.1
+TELL_S = 5.0
 NICENESS = "RAY_worker_niceness"
 RAY_IS_LATE = "timed out during startup"
 RAY_STARTS = 3  # times, before that is an error
+MAX_TEMPORARY_CHARS = 11
+"""Of the folder for temporary files: below it HAProxy's sockets have 96, and there may be 107 in all."""
 OBJECT_STORE_BYTES = 100 * 1024 * 1024  # nothing of ours lives there
 
 
 class LocalStack:
-    """A running service at `base_url`. Use as a context manager."""
+    """A running service at `base_url`. Use as a context manager.
 
-    def __init__(self, config: AppConfig, *, host: str = "127.0.0.1", port: int = 8000) -> None:
+    `tell` is called while it starts, every few seconds, with what that waits for.
+    """
+
+    def __init__(
+        self,
+        config: AppConfig,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 8000,
+        tell: Callable[[str], None] = lambda sentence: None,
+    ) -> None:
         self.config = config
         self.base_url = base_url(host, port)
         self._host = host
         self._port = port
         self._is_up = False
         self._serves = False
-        self._folder = Path(tempfile.mkdtemp(prefix="mallee-"))
+        self._tell = tell
+        self._begun = self._told = time.monotonic()
+        folder = tempfile.gettempdir()
+        short = folder if len(folder) <= MAX_TEMPORARY_CHARS else "/tmp"  # noqa: S108
+        self._folder = Path(tempfile.mkdtemp(prefix="mallee-", dir=short))
         self._environment = _Environment()
 
     @property
@@ -82,6 +100,7 @@ class LocalStack:
 
         from mallee.actors.app import build_application
 
+        self._tell("starting Ray ...")
         options: dict[str, Any] = {
             "address": "local",
             "include_dashboard": False,
@@ -105,11 +124,13 @@ class LocalStack:
             serve.start(http_options=listen, logging_config={"log_level": "ERROR"})
         except RayError as error:
             raise ConfigError(
-                f"{self.proxy} did not start at {self.base_url}: set {SWITCH}={int(not is_haproxy_on())}"
-                " for the other one"
+                f"{self.proxy} did not start at {self.base_url}: try again where the machine is busy, or set"
+                f" {SWITCH}={int(not is_haproxy_on())} for the other one"
             ) from error
+        target = serve.RunTarget(build_application(self.config), name=APP_NAME, route_prefix="/")
         try:
-            serve.run(build_application(self.config), name=APP_NAME, route_prefix="/")
+            serve.run_many([target], wait_for_applications_running=False)
+            self._wait_until_running()
         except RuntimeError as error:
             raise ConfigError(f"the service did not start: {cause(error)}") from error
         self._wait()
@@ -160,14 +181,39 @@ class LocalStack:
         if self.config.store_folder is not None:
             check_folder(self.config.store_folder)
 
+    def _wait_until_running(self) -> None:
+        """Wait for the replicas; a model may load for long. Raises RuntimeError if they fail."""
+        from ray import serve
+
+        while (app := serve.status().applications[APP_NAME]).status != "RUNNING":
+            if app.status == "DEPLOY_FAILED":
+                raise RuntimeError(app.message)
+            missing = [
+                " ".join(
+                    (name, *(f"({n} {each.lower()})" for each, n in found.replica_states.items()))
+                )
+                for name, found in app.deployments.items()
+                if found.status != "HEALTHY"
+            ]
+            self._tell_wait(", ".join(missing) or "Ray Serve")
+            time.sleep(LOOK_S)
+
+    def _tell_wait(self, part: str) -> None:
+        now = time.monotonic()
+        if now - self._told >= TELL_S:
+            self._told = now
+            self._tell(f"waiting for {part}, {now - self._begun:.0f} s so far ...")
+
     def _wait(self) -> None:
         """Wait until the gateway is well: its answer to a caller without a key says no more."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
             with suppress(httpx.HTTPError, ValueError):
-                if httpx.get(f"{self.base_url}/health", timeout=5.0).json().get("status") == "ok":
+                answer = httpx.get(f"{self.base_url}/health", timeout=5.0, trust_env=False)
+                if answer.json().get("status") == "ok":
                     return
-            time.sleep(0.1)
+            self._tell_wait("workers to register")
+            time.sleep(LOOK_S)
         raise NoWorker(
             f"not all of {self.config.num_workers} workers registered in {START_TIMEOUT_S:.0f} s"
         )
@@ -269,6 +315,12 @@ def _start_ray(options: dict[str, Any]) -> None:
         try:
             ray.init(**options)
             return
+        except OSError as error:
+            if not isinstance(error, PermissionError) and "AF_UNIX" not in str(error):
+                raise
+            raise ConfigError(
+                f"Ray did not start: {error}; set TMPDIR (or RAY_TMPDIR) to a short folder of yours"
+            ) from error
         except Exception as error:
             # Ray has no class of its own for a late node; by its text no other fault is taken for one.
             if type(error) is not Exception or RAY_IS_LATE not in str(error):

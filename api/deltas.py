@@ -476,7 +476,7 @@ class TextStream:
         return tuple(TokenChance(token, *report, place(token)) for token, report in pairs)
 
     def _named(self, index: int, call: Call) -> CallDelta:
-        """A part of the choice's last call, or of its next one, with an id that no other has."""
+        """A part of the choice's last call, or of its next one, with its own id or a new one."""
         reading, number = self._plan.reading, self._num_calls[index]
         if not call.name:
             return CallDelta(number - 1, "", "", call.arguments)
@@ -485,8 +485,8 @@ class TextStream:
         self._num_calls[index] += 1
         job = index // self._branches
         digest = xxhash.xxh3_128_hexdigest(f"{self.streams[job].request}.{index}.{number}".encode())
-        name = digest[:9] if reading.form.has_short_ids else f"call_{digest[:24]}"
-        return CallDelta(number, name, *call)
+        made = digest[:9] if reading.form.has_short_ids else f"call_{digest[:24]}"
+        return CallDelta(number, call.own_id or made, call.name, call.arguments)
 
     def _cut(self, index: int, job: int, branch: int) -> tuple[CapsuleId | None, int]:
         """End a branch at its stop string: the capsule of the text that the client saw, and its tokens."""

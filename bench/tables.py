@@ -8,12 +8,15 @@ A ratio says how many times better the first column is; ratios below 1 are bold.
 import json
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
+FIDELITY = ROOT / "docs" / "fidelity.md"
+MARK = "<!-- below: python -m bench.tables -->\n"
 
 HEAD = """# Benchmarks
 
@@ -744,16 +747,84 @@ def mock_live(data: Json) -> Iterator[str]:
 
 
 def fidelity(data: Json) -> Iterator[str]:
-    def off(path: str) -> Callable[[Json], str]:
-        return lambda run: f"{100 * at(run, path):+.0f} %"
+    yield offs(
+        (
+            (f"{mode.replace('_', ' ')}, {name}", run["holds"], run)
+            for mode, result in data.items()
+            for name, run in result["runs"].items()
+        ),
+        {
+            f"{name} {p}": (f"{name.lower()}/{p}/off", bar)
+            for name in ("TTFT", "ITL", "e2e")
+            for p, bar in (("p50", 0.10), ("p90", 0.20))
+        },
+    )
 
-    columns = {
-        f"{name} {p}": off(f"{name.lower()}/{p}/off")
-        for name in ("TTFT", "ITL")
-        for p in ("p50", "p90", "p99")
+
+def fidelity_vllm(data: Json) -> Iterator[str]:
+    scenes = data["scenes"].items()
+    bars = {"ttft_p50": 0.10, "ttft_p90": inf, "itl_p50": 0.05, "itl_mean": inf, "e2e_p50": inf}
+    names = {
+        name: name.replace("_", " ").replace("ttft", "TTFT").replace("itl", "ITL") for name in bars
     }
-    rows = ((name.replace("_", " "), run) for name, run in data.items())
-    yield grid("mocked against measured", rows, columns)
+    columns = {names[name]: (f"off/{name}", bar) for name, bar in bars.items()}
+    columns["tokens a second"] = ("off/throughput", 0.04)
+    busy, noise = max(data["busy_cores"]), max(data["noise"])
+    yield (
+        f"Beside it other work used {busy:g} of the cores ({data['machine']}); one time in ten of the profile"
+        f" is more than {noise:.0%} off its point's median, and half of its cells changed by more than"
+        f" {abs(data['drift']['median']):.0%} from before to after the scenes.\n"
+    )
+    yield offs(((name, run["holds"], run) for name, run in scenes), columns)
+    yield offs(
+        (
+            (f"{name}, at {run['speed']:.2f} of the profile's speed", part["holds"], part)
+            for name, run in scenes
+            for part in [run["at_speed"]]
+        ),
+        columns,
+    )
+    yield grid(
+        "real / replayed",
+        scenes,
+        {
+            "requests": "requests",
+            **{
+                title: _both(key)
+                for title, key in (("TTFT p50, ms", "ttft_p50"), ("ITL p50, ms", "itl_p50"))
+            },
+            "tokens a second": _both("throughput"),
+            "hit rate": _both("hit_rate"),
+            "preemptions": _both("preemptions"),
+        },
+    )
+    yield offs(
+        ((f"{name}, played again", None, run["again"]) for name, run in scenes if "again" in run),
+        {title: (path.removeprefix("off/"), bar) for title, (path, bar) in columns.items()},
+    )
+
+
+def offs(
+    rows: Iterable[tuple[str, bool | None, Json]], columns: Mapping[str, tuple[str, float]]
+) -> str:
+    """Errors as shares by (path, bar), those beyond their bars bold, and whether a row holds."""
+
+    def off(run: Json, path: str, bar: float) -> str:
+        text = f"{100 * at(run, path):+.1f} %"
+        return f"**{text}**" if abs(at(run, path)) > bar else text
+
+    lines = [
+        (name, *(off(run, *column) for column in columns.values()), _YES_NO[holds])
+        for name, holds, run in rows
+    ]
+    return table(["told against measured", *columns, "holds"], lines)
+
+
+_YES_NO = {True: "yes", False: "**no**", None: "-"}
+
+
+def _both(name: str) -> Callable[[Json], str]:
+    return lambda run: f"{number(run['real'][name])} / {number(run['told'][name])}"
 
 
 def synth(data: Json) -> Iterator[str]:
@@ -1499,8 +1570,18 @@ SECTIONS = {
     "fidelity": Section(
         "Fidelity of the mocker",
         "python -m bench.mocker.fidelity",
-        "Against a real SmolLM2 engine: arrivals, shared prompts, forks.",
+        "Against a real SmolLM2 engine: arrivals, shared prompts, forks. Bold: beyond 10 % at the median,"
+        " 20 % at the 90th percentile; a row holds if TTFT and ITL do.",
         fidelity,
+    ),
+    "fidelity_vllm": Section(
+        "Fidelity of replays with vLLM's rules",
+        "python -m bench.mocker.fidelity_vllm --vllm PYTHON",
+        "A vLLM server on one core, and `mallee replay --engine vllm` under its profile: documents of 0.7,"
+        " 1.4 and 3 times its KV memory. Bold: beyond 10 % (TTFT p50), 5 % (ITL p50), 4 % (tokens a second)."
+        " The second table replays each scene at the speed that the machine had for requests which ran alone"
+        " before and after it. *Played again*: by how much a second play on the server is off the first.",
+        fidelity_vllm,
     ),
     "synth": Section("Synthesizer: speed", "python -m bench.synth", "", synth),
     "synth_gates": Section(
@@ -1601,15 +1682,26 @@ def load(name: str) -> Json:
 
 def page() -> str:
     """docs/benchmarks.md."""
-    parts = [HEAD]
-    for name, section in SECTIONS.items():
-        data = load(name)
-        text = f"`{section.command}` (`bench/results/{name}.json`). {section.note}".rstrip()
-        if "commit" in data:
-            text += f" Commit {data['commit']}, {data['machine']}, {data['processor']}."
-        parts += [f"## {section.title}\n", text + "\n", *section.tables(data)]
-    return "\n".join(parts)
+    return "\n".join([HEAD, *(part for name in SECTIONS for part in section_of(name))])
+
+
+def fidelity_page() -> str:
+    """docs/fidelity.md: its text, and the sections that it is about."""
+    text = FIDELITY.read_text().partition(MARK)[0]
+    parts = [part for name in ("fidelity_vllm", "fidelity") for part in section_of(name)]
+    return text + MARK + "\n" + "\n".join(parts)
+
+
+def section_of(name: str) -> Iterator[str]:
+    """Its title, what it is about, and its tables."""
+    section = SECTIONS[name]
+    data = load(name)
+    text = f"`{section.command}` (`bench/results/{name}.json`). {section.note}".rstrip()
+    if "commit" in data:
+        text += f" Commit {data['commit']}, {data['machine']}, {data['processor']}."
+    yield from (f"## {section.title}\n", text + "\n", *section.tables(data))
 
 
 if __name__ == "__main__":
     PAGE.write_text(page())
+    FIDELITY.write_text(fidelity_page())

@@ -7,7 +7,9 @@ replica's traceback. Here they are found before.
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, get_args
 
@@ -28,6 +30,8 @@ _HUB_ID: Final = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _EVERYWHERE: Final = "0.0.0.0"  # noqa: S104 # Serve's default
 _OF_SERVE: Final = ("applications", "proxy_location", "http_options", "import_path")
 _KEY_VARIABLE: Final = "MALLEE_API_KEY"
+_DASHBOARD: Final = "RAY_DASHBOARD_ADDRESS"
+_DEVICES: Final = Path("/dev")
 
 
 class Application(NamedTuple):
@@ -60,6 +64,9 @@ def check(
     broker: Annotated[
         bool, typer.Option("--broker", help="Log in at the broker of nats_url, as each role.")
     ] = False,
+    running: Annotated[
+        bool, typer.Option("--running", help=f"Ask the Ray at {_DASHBOARD} what it would ignore.")
+    ] = False,
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Print faults alone; look for no notes.")
     ] = False,
@@ -69,19 +76,24 @@ def check(
 
     Example: mallee check serve.yaml
     """
-    if (picker or router) and (files or broker or (picker and router)):
+    if (picker or router) and (files or broker or running or (picker and router)):
         raise ConfigError(
-            "--files and --broker look at what `mallee serve` needs: give them without --picker and --router,"
-            " and of those one alone"
+            "--files, --broker and --running look at what `mallee serve` needs: give them without --picker"
+            " and --router, and of those one alone"
         )
     if picker or router:
         require_front("picker" if picker else "router", (), wants_events=False)
     else:
         require_serve_extra(is_mocked=True)
-    faults, applications = find_faults(read_settings(file), is_picker=picker, is_router=router)
+    values = read_settings(file)
+    faults, applications = find_faults(values, is_picker=picker, is_router=router)
+    if running and not faults:
+        faults += ignored_options(serve_values(values))
     for each in applications:
+        faults += map(each.line, _engine_faults(each.config))
         if files:
             faults += map(each.line, missing_files(each.config))
+            faults += map(each.line, too_large(each.config))
         if broker:
             faults += map(each.line, broker_faults(each.config))
     faults = list(dict.fromkeys(faults))  # each once
@@ -113,17 +125,26 @@ def find_faults(
 
         _config(ProxyConfig, values, "", faults)
         return faults, []
-    if values.get("kind") == "RayService":
-        text = (values.get("spec") or {}).get("serveConfigV2")
-        if not isinstance(text, str):
-            return ["a RayService needs spec.serveConfigV2, the text of a serve.yaml"], []
-        values = parse_yaml(text, "spec.serveConfigV2")
+    try:
+        values = serve_values(values)
+    except ConfigError as error:
+        return [str(error)], []
     if any(key in values for key in _OF_SERVE):
         return _serve_faults(values)
     from mallee.runtime.config import AppConfig
 
     config = _config(AppConfig, {"model": DEFAULT_MODEL, **values}, "", faults)
     return faults, [Application("", config, {}, "")] if config else []
+
+
+def serve_values(values: dict[str, Any]) -> dict[str, Any]:
+    """The serve.yaml of a RayService manifest; else what is given. Raises ConfigError."""
+    if values.get("kind") != "RayService":
+        return values
+    text = (values.get("spec") or {}).get("serveConfigV2")
+    if not isinstance(text, str):
+        raise ConfigError("a RayService needs spec.serveConfigV2, the text of a serve.yaml")
+    return parse_yaml(text, "spec.serveConfigV2")
 
 
 def _config(schema: type[S], values: object, name: str, faults: list[str]) -> S | None:
@@ -249,6 +270,12 @@ def _deployment_faults(application: Application) -> Iterator[str]:
 
 def _option_faults(name: str, options: dict[str, Any], config: "AppConfig") -> Iterator[str]:
     replicas = options.get("num_replicas")
+    ongoing = options.get("max_ongoing_requests")
+    if name == "Gateway" and isinstance(ongoing, int) and ongoing < config.http.max_connections:
+        yield (
+            f"max_ongoing_requests={ongoing} < http.max_connections={config.http.max_connections}: Ray Serve"
+            " would hold requests back before a gateway sees them; leave it out, Mallee has 100000"
+        )
     if "user_config" in options:
         yield "user_config: no deployment of Mallee takes it; its settings stand in `args`"
     if name == "Broker" and replicas not in (None, 1):
@@ -311,6 +338,39 @@ def _shared_fleets(applications: list[Application]) -> Iterator[str]:
             yield f"{each.name}: fleet={each.config.fleet!r} at one broker is {other}'s too"
 
 
+# The running Ray
+
+
+def ignored_options(values: dict[str, Any]) -> Iterator[str]:
+    """Options that the running Serve has otherwise, and keeps whatever is deployed. Raises ConfigError."""
+    require_serve_extra()
+    from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
+    from ray.exceptions import RayError
+    from ray.serve.schema import ServeDeploySchema
+
+    address = os.environ.get(_DASHBOARD, "http://127.0.0.1:8265")  # as of `serve deploy`
+    try:
+        found = ServeSubmissionClient(address).get_serve_details()
+    except (ConnectionError, RayError, RuntimeError, ValueError) as error:
+        cause = str(error).splitlines()[0]
+        raise ConfigError(
+            f"no Ray lets us in at {_DASHBOARD}={address} ({cause}): give the address of its dashboard, and"
+            " RAY_AUTH_MODE and the token of its cluster"
+        ) from error
+    names = {"proxy_location", "http_options"}
+    wanted = ServeDeploySchema.model_validate(values).model_dump(mode="json", include=names)
+    if (http := found.get("http_options")) is None:
+        return  # no Serve runs there
+    pairs = {f"http_options.{key}": (wanted["http_options"].get(key), http[key]) for key in http}
+    pairs["proxy_location"] = wanted["proxy_location"], found["proxy_location"]
+    for key, (given, kept) in pairs.items():
+        if given != kept:
+            yield (
+                f"{key}={given!r} would be ignored: the Serve that runs has {kept!r} until"
+                " `serve shutdown -y`, which ends all requests; then deploy again"
+            )
+
+
 # What the file can't tell
 
 
@@ -329,6 +389,8 @@ def notes(application: Application) -> Iterator[str]:
     if (remark := secret_remark(config)) is not None:
         yield remark
     has_cuda = config.has_cuda and not config.is_foreign
+    if config.engine.vllm and find_spec("vllm") is None:
+        yield "vllm is not installed here: names and values in engine.vllm were not checked"
     if has_cuda and config.kv_nbytes is None and config.num_blocks is None:
         yield (
             "engine.kv_gib and engine.kv_tokens are not given: each worker sizes KV by the memory that its"
@@ -339,8 +401,16 @@ def notes(application: Application) -> Iterator[str]:
 
         here = f"for engine.device={config.engine.device!r} this machine lacks something"
         yield from (f"{here}: {each}" for each in missing(look()))
+    yield from too_large(config)
     if _is_of_hub(application.config.model):
         yield f"model={application.config.model!r} is no folder here: each node fetches it from the hub"
+
+
+def _engine_faults(config: "AppConfig") -> Iterator[str]:
+    """The faults of the arguments of vLLM's engine, as far as vLLM is here to name them."""
+    from mallee.actors.foreign.arguments import argument_faults, known_arguments
+
+    yield from argument_faults(config.engine.vllm, known_arguments())
 
 
 def missing_files(config: "AppConfig") -> Iterator[str]:
@@ -381,6 +451,24 @@ def missing_files(config: "AppConfig") -> Iterator[str]:
             yield from _unwritable(key, folder)
 
 
+def too_large(config: "AppConfig") -> Iterator[str]:
+    """Resources that workers ask for beyond those of this machine; with nats_url one of them may run here."""
+    workers = 1 if config.nats_url is not None else config.workers
+    is_counted = config.has_cuda or config.is_mocked or config.num_blocks is not None
+    kv_gib = 0.0 if is_counted else (config.kv_nbytes or 0) / 2**30
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**30
+    for what, asked, there, keys in (
+        ("GiB for KV", kv_gib + config.engine.host_gib, memory, "engine.kv_gib and host_gib"),
+        ("CPUs", config.ray.worker_cpus, os.cpu_count() or 1, "ray.worker_cpus"),
+        ("GPUs", config.worker_gpus, len([*_DEVICES.glob("nvidia[0-9]*")]), "ray.worker_gpus"),
+    ):
+        if workers * asked > there:
+            yield (
+                f"{workers} workers ask for {workers * asked:g} {what} ({keys}), and this machine has"
+                f" {there:g}: give less, fewer workers, or nats_url and more nodes"
+            )
+
+
 def _is_of_hub(model: str) -> bool:
     return not Path(model).expanduser().exists() and _HUB_ID.fullmatch(model) is not None
 
@@ -389,10 +477,12 @@ def _unwritable(key: str, folder: str) -> Iterator[str]:
     """A fault if the folder is not there and can't be made, or can't be written."""
     path = Path(folder).expanduser()
     found = next(each for each in (path, *path.parents) if each.exists())
-    if not found.is_dir():
+    try:  # root may write everywhere by its modes, and yet not into /proc
+        tempfile.TemporaryFile(dir=found).close()
+    except NotADirectoryError:
         yield f"{key}={folder!r}: {found} is no folder"
-    elif not os.access(found, os.W_OK | os.X_OK):
-        yield f"{key}={folder!r}: {found} can't be written by this user"
+    except OSError as error:
+        yield f"{key}={folder!r}: {found} can't be written by this user ({error.strerror})"
 
 
 def broker_faults(config: "AppConfig") -> Iterator[str]:

@@ -49,6 +49,7 @@ for _command in _COMMANDS:
     cli.command()(_command)
 for _module in (workers, keys, remote_sessions, capsules, synth):
     cli.add_typer(_module.group)
+cli.add_typer(synth.traces)
 
 
 def _print_version(wanted: bool) -> None:
@@ -80,6 +81,9 @@ def version(as_json: JsonOption = False) -> None:
 
 def main() -> None:
     """Entry point. Mallee's own errors are one line and status 1, without a traceback."""
+    # Nothing here or in a child goes to loopback by a proxy of the environment.
+    spared = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
+    os.environ["no_proxy"] = f"{spared},localhost,127.0.0.1,::1".lstrip(",")
     try:
         cli()
     except MalleeError as error:

@@ -29,6 +29,7 @@ def declared() -> "Mapping[str, Mapping[str, Family]]":
     gateway = GatewayMetrics()
     gateway.show_router(_nothing, _nothing)
     gateway.show_store(None)
+    gateway.show_access(None)
     every = Families().declared
     of = {
         "gateway": gateway.registry,

@@ -45,13 +45,11 @@ JsonOption: TypeAlias = Annotated[
 TraceArgument: TypeAlias = Annotated[
     Path, typer.Argument(help="Requests: .jsonl or .csv, plain, .gz or .zst.")
 ]
-KindOption: TypeAlias = Annotated[
-    str,
-    typer.Option(
-        "--kind",
-        help="mooncake, agentic, bailian, sessions, trees, dag or azure; auto: as it looks.",
-    ),
-]
+KINDS = (
+    "mooncake, agentic, bailian, sessions, trees, dag, azure, burstgpt, vllm, openai, sharegpt, weka or a"
+    " table's columns; auto: as it looks."
+)
+KindOption: TypeAlias = Annotated[str, typer.Option("--kind", help=KINDS)]
 IdTokensOption: TypeAlias = Annotated[
     int | None,
     typer.Option(

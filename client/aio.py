@@ -7,6 +7,7 @@ their `Async`, and the rest of an import stays.
 import copy
 import time
 import warnings
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import (
     AsyncGenerator,
@@ -35,6 +36,7 @@ from mallee.client.base import (
     NO_HEADERS,
     READY_S,
     AsyncListed,
+    connections,
     failing_as,
     openai_options,
     ready_waits,
@@ -313,7 +315,8 @@ class AsyncMallee(AsyncAsking):
     is refused with 429 or 503 and a time is sent again after it, up to `max_retries` times. `http_client` has
     proxies and certificates of yours; its owner closes it. `session`: of requests that name none, so that the
     web page shows them as one tree; True makes up a name.
-    Raises InvalidParameter for a `base_url` without http:// or https://, and for a client of another kind.
+    Raises InvalidParameter for a `base_url` without http:// or https://, and for a client of another kind;
+    ConfigError for a proxy of the environment that can't be used. Loopback is reached without one.
     """
 
     def __init__(
@@ -342,7 +345,7 @@ class AsyncMallee(AsyncAsking):
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._given = http_client
-        self._http = httpx.AsyncClient() if http_client is None else http_client
+        self._http = http_client or connections(httpx.AsyncClient, self.base_url)
         self._is_owner = http_client is None
 
     @classmethod
@@ -1022,11 +1025,11 @@ class AsyncBranches(AsyncListed["AsyncBranch"]):
         """Tokens of the request, all branches together; None until the last has ended."""
         return self._reader.usage
 
-    def events(self) -> AsyncGenerator[BranchEvent, None]:
+    async def events(self) -> AsyncGenerator[BranchEvent, None]:
         """New text, reasoning and calls of the branches as they arrive, and their ends."""
-        if self._events is None:
-            self._events = self._read()
-        return self._events
+        reading = self._reading()  # which goes on where this one is left
+        while (event := await anext(reading, None)) is not None:
+            yield event
 
     async def wait(
         self,
@@ -1056,7 +1059,7 @@ class AsyncBranches(AsyncListed["AsyncBranch"]):
 
     async def close(self) -> None:
         """End what still runs."""
-        await self.events().aclose()
+        await self._reading().aclose()
         await self._drop()
 
     async def _timely(self, limit_s: float | None) -> AsyncIterator[BranchEvent]:
@@ -1083,15 +1086,23 @@ class AsyncBranches(AsyncListed["AsyncBranch"]):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
+    def _reading(self) -> AsyncGenerator[BranchEvent, None]:
+        """The one reader of the stream. It holds no branches, so that these end where they are dropped."""
+        if self._events is None:
+            self._events = AsyncBranches._read(weakref.proxy(self))
+        return self._events
+
     async def _read(self) -> AsyncGenerator[BranchEvent, None]:
         num_left = self._client.max_retries if self._call.may_repeat else 0
+        response = None
         try:
             while not self._reader.is_done:
                 response = await self._opened()
                 try:
                     with failing_as(StreamBroken, self._url):
                         async for chunk in response.aiter_raw():
-                            for event in self._take(chunk):
+                            # As a function: a bound method would hold the branches.
+                            for event in AsyncBranches._take(self, chunk):
                                 yield event
                             if self._reader.is_done:
                                 break
@@ -1105,7 +1116,8 @@ class AsyncBranches(AsyncListed["AsyncBranch"]):
             self._error = error
             raise
         finally:
-            await self._drop()
+            if response is not None:
+                await response.aclose()
 
     async def _opened(self, limit_s: float | None = None) -> "httpx.Response":
         if self._response is None:

@@ -1,6 +1,7 @@
 """Options of both clients, waits before another try, errors of connections, and lists of branches."""
 
 import inspect
+import re
 import sys
 import threading
 import time
@@ -11,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, get_args, ov
 
 from mallee.client.errors import NO_END, ConnectionFailed, StreamBroken, Timeout
 from mallee.client.results import told_wait_s
-from mallee.protocol.errors import InvalidParameter
+from mallee.protocol.errors import ConfigError, InvalidParameter
 
 if TYPE_CHECKING:  # httpx costs 100 ms to import: loaded by the first client, not by the import
+    import httpx
     import openai
 
     OpenAIClient: TypeAlias = openai.OpenAI | openai.AsyncOpenAI
@@ -29,8 +31,21 @@ MAX_READY_WAIT_S = 1.0  # up to this
 READY_S = 600.0  # for a capsule to be computed
 CUT_WAIT_S = 0.25  # after a cut connection, until the request is sent again
 B = TypeVar("B")
+C = TypeVar("C", bound="httpx.Client | httpx.AsyncClient")
 T = TypeVar("T")
 _FULL = ("capsules_full", "tier_full", "storage_full")  # that a short wait doesn't change
+
+_LOOPBACK = re.compile(r"https?://(localhost|127(\.\d+){3}|\[::1\])(:\d+)?(/.*)?")
+
+
+def connections(kind: type[C], base_url: str) -> C:
+    """Connections to a service, to one on loopback past any proxy. Raises ConfigError for an unusable one."""
+    try:
+        return kind(trust_env=_LOOPBACK.fullmatch(base_url) is None)
+    except (ImportError, ValueError) as error:  # SOCKS without its package, or an unknown scheme
+        raise ConfigError(
+            f"the proxy that the environment names can't be used: {error} Or name the host in no_proxy"
+        ) from error
 
 
 def growing_waits(first_s: float, most_s: float) -> Iterator[float]:
@@ -114,7 +129,7 @@ def spelled(kind: type[T]) -> type[T]:
 
 
 class Listed(Sequence[B]):
-    """Branches of a client that blocks, as the list of them finished. One dropped unread ends them."""
+    """Branches of a client that blocks, as the list of them finished. Dropped before their end, they end."""
 
     _events: Any
     _response: Any

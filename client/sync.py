@@ -5,6 +5,7 @@
 import copy
 import time
 import warnings
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -24,6 +25,7 @@ from mallee.client.base import (
     NO_HEADERS,
     READY_S,
     Listed,
+    connections,
     failing_as,
     openai_options,
     ready_waits,
@@ -300,7 +302,8 @@ class Mallee(Asking):
     is refused with 429 or 503 and a time is sent again after it, up to `max_retries` times. `http_client` has
     proxies and certificates of yours; its owner closes it. `session`: of requests that name none, so that the
     web page shows them as one tree; True makes up a name.
-    Raises InvalidParameter for a `base_url` without http:// or https://, and for a client of another kind.
+    Raises InvalidParameter for a `base_url` without http:// or https://, and for a client of another kind;
+    ConfigError for a proxy of the environment that can't be used. Loopback is reached without one.
     """
 
     def __init__(
@@ -329,7 +332,7 @@ class Mallee(Asking):
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._given = http_client
-        self._http = httpx.Client() if http_client is None else http_client
+        self._http = http_client or connections(httpx.Client, self.base_url)
         self._is_owner = http_client is None
 
     @classmethod
@@ -962,9 +965,9 @@ class Branches(Listed["Branch"]):
 
     def events(self) -> Generator[BranchEvent, None, None]:
         """New text, reasoning and calls of the branches as they arrive, and their ends."""
-        if self._events is None:
-            self._events = self._read()
-        return self._events
+        reading = self._reading()
+        while (event := next(reading, None)) is not None:
+            yield event
 
     def wait(
         self, *, score: Score | None = None, below: float = 0.0, timeout: float | None = None
@@ -990,7 +993,7 @@ class Branches(Listed["Branch"]):
 
     def close(self) -> None:
         """End what still runs."""
-        self.events().close()
+        self._reading().close()
         self._drop()
 
     def _timely(self, limit_s: float | None) -> Iterator[BranchEvent]:
@@ -1017,15 +1020,22 @@ class Branches(Listed["Branch"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _reading(self) -> Generator[BranchEvent, None, None]:
+        """The one reader of the stream. It holds no branches, so that these end where they are dropped."""
+        if self._events is None:
+            self._events = Branches._read(weakref.proxy(self))
+        return self._events
+
     def _read(self) -> Generator[BranchEvent, None, None]:
         num_left = self._client.max_retries if self._call.may_repeat else 0
+        response = None
         try:
             while not self._reader.is_done:
                 response = self._opened()
                 try:
                     with failing_as(StreamBroken, self._url):
                         for chunk in response.iter_raw():
-                            yield from self._take(chunk)
+                            yield from Branches._take(self, chunk)
                             if self._reader.is_done:
                                 break
                         self._end()
@@ -1038,7 +1048,8 @@ class Branches(Listed["Branch"]):
             self._error = error
             raise
         finally:
-            self._drop()
+            if response is not None:
+                response.close()
 
     def _opened(self, limit_s: float | None = None) -> "httpx.Response":
         if self._response is None:

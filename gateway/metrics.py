@@ -250,6 +250,10 @@ class GatewayMetrics:
         """Show what waits for the store. Once."""
         self.registry.area("The gateways' store").readings(lambda: store, _STORE)
 
+    def show_access(self, access: object) -> None:
+        """Show the state of API keys, and what expires. Once."""
+        self.registry.area("Keys and certificates").readings(lambda: access, _ACCESS)
+
     def stored(self, how: str, seconds: float) -> None:
         """Count an answer of the store."""
         self._store_s[how].observe(seconds)
@@ -464,6 +468,19 @@ _STORE: Final = (
         "mallee_store_refused_writes_total",
         "Writes that the broker, or the queue to it, had no room for.",
         "num_refused",
+    ),
+)
+_ACCESS: Final = (
+    Reading(
+        "mallee_keys_refused",
+        "1 while the file of keys has a fault: the keys before it hold.",
+        lambda access: bool(access.fault),
+    ),
+    Reading(
+        "mallee_expiry_timestamp_seconds",
+        "When the next `key`, or `links.tls_cert`, expires, since the epoch; 0: none does.",
+        "expiries",
+        (Label("of", ("key", "certificate")),),
     ),
 )
 _QUESTIONS: Final = Reading(

@@ -22,7 +22,7 @@ from mallee.mocker.tiers import MockedTiers, TierConfig
 from mallee.mocker.timing import Timing
 from mallee.mocker.updates import CountedSink, CountedUpdate, counted
 from mallee.protocol.errors import ConfigError
-from mallee.protocol.events import EventBatch
+from mallee.protocol.events import EventBatch, Snapshot
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Command
 from mallee.protocol.model import ModelSpec
@@ -154,6 +154,21 @@ class MockedEngine:
     def next_due(self) -> float:
         """The end of the next move of blocks, after which there is work; infinite if none is under way."""
         return self._tiers.next_due if self._tiers is not None else inf
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest text that it takes."""
+        return self.engine.spec.max_model_len
+
+    @property
+    def num_evicted(self) -> int:
+        """Blocks whose content others took the place of."""
+        return self.engine.stats().tree.num_evicted
+
+    @property
+    def num_preemptions(self) -> int:
+        """Branches that gave way to others, and were computed again."""
+        return self.engine.stats().sched.num_preemptions
 
     def submit(self, command: Command, gateway: str = "g") -> None:
         """Take a command. While it is not busy."""
@@ -326,6 +341,10 @@ class MockedEngine:
                     )
                 )
         return found
+
+    def snapshot(self) -> Snapshot:
+        """All that it holds, as of the events published so far. Between steps."""
+        return self.engine.snapshot()
 
     def close(self) -> None:
         """Let go of what it has borrowed, and end what it has lent. It can't be used afterwards."""

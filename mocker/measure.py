@@ -8,11 +8,13 @@ compiled and kept by shape): no size near a point is measured twice.
 """
 
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 
 import numpy as np
 
@@ -38,6 +40,47 @@ from mallee.worker.sched.policy import SchedulerConfig
 
 _SIGMA_OF_MAD = 1.4826  # of a normal distribution
 _GATEWAY = "profile"
+_PROC_STAT = Path("/proc/stat")
+
+
+class Spreads:
+    """Times of points: the median of each, and how far the others are from it."""
+
+    def __init__(self, report: Callable[[str], None] = lambda line: None) -> None:
+        self._report = report
+        self._spreads: list[float] = []
+
+    def middle(self, what: str, times: Sequence[float]) -> float:
+        """The median of `times`, which is reported."""
+        middle = statistics.median(times)
+        self._spreads += [abs(math.log(seconds / middle)) for seconds in times]
+        self._report(f"{what}: {1000 * middle:.1f} ms")
+        return middle
+
+    @property
+    def jitter(self) -> float:
+        """Sigma of a lognormal factor."""
+        return round(_SIGMA_OF_MAD * statistics.median(self._spreads), 4)
+
+    @property
+    def noise(self) -> float:
+        """The share by which one time in ten is further from its median."""
+        return round(float(np.expm1(np.quantile(self._spreads, 0.9))), 3)
+
+
+def busy_cores(seconds: float = 0.5, read: Callable[[], str] = _PROC_STAT.read_text) -> float:
+    """Cores in use while this process sleeps for so long. Linux; elsewhere 0: only spreads tell."""
+    if not _PROC_STAT.exists():
+        return 0.0
+    before = _busy_s(read())
+    time.sleep(seconds)
+    return round((_busy_s(read()) - before) / seconds, 2)
+
+
+def _busy_s(stat: str) -> float:
+    """Processor seconds of all cores that something ran; idle and waiting ones are left out."""
+    user, nice, system, _, _, irq, softirq, steal = map(int, stat.split()[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +167,8 @@ class Profiler:
         self.sweep = sweep
         self._clock = clock
         self._wait = wait
-        self._report = report
+        self.spreads = Spreads(report)
         self._drawn = np.random.default_rng(seed)
-        self._spreads: list[float] = []
         self._count = 0
         self._nearby = {new: count() for new in sweep.new}
         self._engine = Engine(
@@ -149,9 +191,13 @@ class Profiler:
         prefills = [self._prefills(new) for new in sweep.new]
         columns = [self._decodes(context) for context in sweep.context]
         return TimingFile(
-            conditions={**conditions, "profile_s": round(self._clock() - begun, 1)},
+            conditions={
+                **conditions,
+                "profile_s": round(self._clock() - begun, 1),
+                "noise": self.spreads.noise,
+            },
             kv_bytes_per_token=self.forward.spec.kv_bytes_per_token,
-            jitter=round(_SIGMA_OF_MAD * statistics.median(self._spreads), 4),
+            jitter=self.spreads.jitter,
             shares_reads=True,
             model=GridData(
                 Prefills(sweep.new, sweep.prefix, tuple(map(tuple, prefills))),
@@ -164,9 +210,9 @@ class Profiler:
         nearby = self._nearby[new]
         found: list[float] = []
         for prefix in self.sweep.prefix:
-            sizes = [new + _around(next(nearby)) for _ in range(self.sweep.repeats)]
+            sizes = [new + around(next(nearby)) for _ in range(self.sweep.repeats)]
             times = [self.chunk_s(size, prefix) for size in sizes]
-            found.append(self._middle(f"prefill of {new} behind {prefix}", times))
+            found.append(self.spreads.middle(f"prefill of {new} behind {prefix}", times))
         return found
 
     def chunk_s(self, new: int, prefix: int) -> float:
@@ -198,15 +244,9 @@ class Profiler:
                 self._submit(Cancel(names.pop()))
             self._step()  # the first one also ends those that leave
             times = [self._step() for _ in range(sweep.steps)]
-            found.append(self._middle(f"decode of {rows} rows at {context}", times))
+            found.append(self.spreads.middle(f"decode of {rows} rows at {context}", times))
         self._run([Cancel(name) for name in names])
         return found[::-1]
-
-    def _middle(self, what: str, times: Sequence[float]) -> float:
-        middle = statistics.median(times)
-        self._spreads += [abs(math.log(seconds / middle)) for seconds in times]
-        self._report(f"{what}: {1000 * middle:.1f} ms")
-        return middle
 
     def _run(self, commands: Sequence[Command]) -> list[float]:
         """Seconds of each step until nothing is left to do."""
@@ -248,7 +288,7 @@ def warm_up(forward: Forward) -> None:
     forward.memory.fill(range(forward.num_blocks))
 
 
-def _around(number: int) -> int:
+def around(number: int) -> int:
     """0, 1, -1, 2, -2, ..."""
     return (number + 1) // 2 * (1 if number % 2 else -1)
 

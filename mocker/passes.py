@@ -133,11 +133,15 @@ class TimedForward:
         if plan.decodes or plan.chunks or plan.ready:
             chunks = [(len(chunk.tokens), chunk.start) for chunk in plan.chunks]
             context = self.context(plan.decodes) if plan.decodes else 0
-            seconds = self._timing.step_s(chunks, len(plan.decodes) + num_drafted, context)
-            self.step_s = seconds * self._factor(self.num_passes)
-            self.num_passes += 1
+            self.step_s = self.pass_s(chunks, len(plan.decodes) + num_drafted, context)
         num_chunks = sum(chunk.num_logits for chunk in plan.chunks)
         return [None] * (len(plan.decodes) + num_drafted + num_chunks)
+
+    def pass_s(self, chunks: Sequence[tuple[int, int]], rows: int, context: int) -> float:
+        """Seconds of the next pass, with its jitter."""
+        seconds = self._timing.step_s(chunks, rows, context) * self._factor(self.num_passes)
+        self.num_passes += 1
+        return seconds
 
     def accept(self, num_tokens: Mapping[Branch, int]) -> None:
         """Do nothing: no state was made."""

@@ -71,6 +71,12 @@ class Texts:
         text = self.notation.texts[raw]
         return self.notation.hashes(text, self.block_size, salt=self._salt)
 
+    def hashes_of(self, text: RunLengthTokens, parent: Sequence[int] = ()) -> list[int]:
+        """Of the full blocks of `text`, which follows those of the hashes `parent`."""
+        before = parent[-1] if parent else None
+        hashes = self.notation.hashes(text, self.block_size, salt=self._salt, parent=before)
+        return list(hashes.tolist())
+
     def drop(self, raw: bytes) -> None:
         """Forget a text that no command names any more."""
         self.notation.texts.pop(raw, None)

@@ -3,6 +3,7 @@
     MalleeError
     |- BadRequest               the caller can fix it                                    (400)
     |  |- InvalidParameter        a field has a value it can't have
+    |  |  `- ThreadMismatch         a field of a thread's beginning is given again and otherwise
     |  |- ContextLengthExceeded   prompt and answer don't fit the model's window
     |  |- InvalidGraph            a graph of calls can't run as it is
     |  |  `- GraphContextExceeded   a prefix and its largest branch don't fit the window
@@ -24,6 +25,7 @@
     |- NotFound                 the named thing is not there                             (404)
     |  |- UnknownModel
     |  |- UnknownCapsule
+    |  |- ThreadNotFound          no state of that answer is stored: send the whole conversation
     |  |- UnknownText             the text of a capsule is not known any more
     |  |- UnknownRequest          no such request is remembered: it is too old, or never was
     |  |- UnknownBranch           no such branch runs: it is over, or never was
@@ -257,6 +259,17 @@ class KVMemoryExceeded(BadRequest):
         )
 
 
+class ThreadMismatch(InvalidParameter):
+    """A field of a thread's beginning, given again and otherwise."""
+
+    code = "thread_fingerprint_mismatch"
+
+    def __init__(self, param: str, value: Any) -> None:
+        super().__init__(
+            param, value, "the thread has another one; leave it out, or begin a thread"
+        )
+
+
 class QuotaTooSmall(BadRequest):
     """A request needs `needed` of `what`, of which its API key may never have more than `limit`."""
 
@@ -418,6 +431,19 @@ class UnknownCapsule(NotFound):
             f"capsule {shown(capsule)} is not held by any worker (expired, deleted, or its worker was"
             " restarted); create it again",
             capsule=capsule,
+        )
+
+
+class ThreadNotFound(NotFound):
+    """No state of that answer: clients send the whole conversation again."""
+
+    code = "thread_not_found"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"no thread is stored here up to {shown(name)}: it was forgotten, is of another scope, or never"
+            ' was; send the whole conversation with thread: {"type": "create"}',
+            param="thread.previous_message_id",
         )
 
 

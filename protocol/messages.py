@@ -32,6 +32,7 @@ EndToken: TypeAlias = tuple[int, TokenLogprobs | None]
 """The token that ended a text, which is no part of it, and its log-probabilities if they were requested."""
 
 MAX_LOGPROBS = 20
+MAX_BRANCHES: Final = 4096  # of one command
 MAX_LOGIT_BIAS = 1024
 MAX_GRAMMAR_NBYTES = 64 << 10  # compiled in a tenth of a second
 JSON_ESCAPES: Final = 'nrbtf\\"'
@@ -73,7 +74,7 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int = -1
 
-    def validate(self) -> "Sampling":
+    def validate(self, vocab_size: int = 1 << 32) -> "Sampling":
         """Itself, if every field is in range. Raises InvalidParameter naming the first that isn't."""
         if not 0.0 <= self.temperature <= 100.0:  # also refuses NaN
             raise InvalidParameter("temperature", self.temperature, "give 0 (greedy) to 100")
@@ -101,6 +102,10 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
         for token, bias in self.logit_bias:
             if token < 0 or not -100.0 <= bias <= 100.0:
                 raise InvalidParameter("logit_bias", {token: bias}, "give ids with -100 to 100")
+            if token >= vocab_size:
+                raise InvalidParameter(
+                    "logit_bias", token, f"token ids go from 0 to {vocab_size - 1}"
+                )
         return self
 
 
@@ -138,6 +143,15 @@ class Limits(msgspec.Struct, frozen=True, array_like=True):
     ignore_eos: bool = False
     min_tokens: int = 0
     reasoning: ReasoningBudget | None = None
+
+    def validate(self, vocab_size: int) -> None:
+        """Raises InvalidParameter if no branch can keep to them."""
+        if self.max_tokens < 1:
+            raise InvalidParameter("max_tokens", self.max_tokens, "give at least 1")
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            raise InvalidParameter("min_tokens", self.min_tokens, "give 0 to max_tokens")
+        if self.reasoning is not None:
+            self.reasoning.validate(vocab_size)
 
 
 class Grammar(msgspec.Struct, frozen=True, array_like=True):
@@ -278,6 +292,12 @@ class Holder(msgspec.Struct, frozen=True, array_like=True):
 
 MAX_HOLDERS: Final = 4
 """Of one command: they are asked one after another."""
+
+
+def check_branches(name: str, num: int) -> None:
+    """Raises InvalidParameter if the field `name` asks for too many branches at once, or for none."""
+    if not 1 <= num <= MAX_BRANCHES:
+        raise InvalidParameter(name, num, f"give 1 to {MAX_BRANCHES} branches")
 
 
 def _check_holders(holders: Sequence[Holder]) -> None:

@@ -34,6 +34,24 @@ class WorkerView(NamedTuple):
     lacks: tuple[str, ...] = ()  # abilities (`protocol.capabilities`) that its engine has not
 
 
+def away(worker: WorkerId) -> WorkerView:
+    """The view of a worker that is to be there, and is not."""
+    return WorkerView(
+        worker=worker,
+        incarnation=Incarnation(0),
+        address=worker,
+        num_blocks=0,
+        active_blocks=0,
+        rows=0,
+        prefill_tokens=0,
+        indexed_blocks=0,
+        lease_age_s=0.0,
+        is_whole=False,
+        is_new=False,
+        state="away",
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class RouterStats:
     """State now, and counts since birth."""

@@ -97,10 +97,14 @@ def socket_path(name: str) -> str:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise ConfigError(f"{folder} is open to others: remove it, or set TMPDIR to another folder")
     _remove_abandoned(folder)
-    path = str(folder / f"{name}-{secrets.token_hex(4)}.sock")
-    if len(path.encode()) > _MAX_PATH_NBYTES:
+    return checked_path(folder / f"{name}-{secrets.token_hex(4)}.sock")
+
+
+def checked_path(path: Path) -> str:
+    """The path of a Unix socket. Raises ConfigError for one that the system can't take."""
+    if len(os.fsencode(path)) > _MAX_PATH_NBYTES:
         raise ConfigError(f"{path} is too long for a socket: set TMPDIR to a shorter folder")
-    return path
+    return str(path)
 
 
 def _remove_abandoned(folder: Path) -> None:

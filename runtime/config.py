@@ -352,7 +352,12 @@ class ChatSettings(Settings):
         "mistral_args",
         "deepseek_v3",
         "deepseek_v31",
+        "deepseek_v32",
         "gemma",
+        "glm45",
+        "glm47",
+        "kimi_k2",
+        "minimax_m2",
     ] = "auto"
     """Form in which the model writes calls of functions; `auto`: as its template shows it."""
     reasoning_parser: Literal["auto", "think", "mistral", "none"] = "auto"

@@ -100,11 +100,9 @@ class KVPublisher:
 
 
 def encode_batch(events: Sequence[dict[str, Any]], *, is_positional: bool) -> bytes:
-    """A batch as maps, or as arrays."""
-    if not is_positional:
-        return msgspec.msgpack.encode({"ts": 0.0, "events": events, "data_parallel_rank": 0})
-    arrays = [list(event.values()) for event in events]
-    return msgspec.msgpack.encode([0.0, arrays, 0])
+    """A batch of maps, as vLLM 0.32 sends it, or of arrays."""
+    encoded = [list(event.values()) for event in events] if is_positional else list(events)
+    return msgspec.msgpack.encode([0.0, encoded, 0])
 
 
 class PrefixCache:

@@ -44,6 +44,7 @@ def test_every_file_of_the_lane_is_a_part() -> None:
         "stories",
         "any gateway",
         "properties",
+        "speed",
     }
     assert nightly_files < set(under_load(nightly_files, 10).command)
 

@@ -1,30 +1,37 @@
 """Reads a trace file of any known kind as a `Workload`."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias, TypeVar, get_args
+from typing import Any, Final, TypeVar
 
 import msgspec
 
 from mallee.protocol.errors import CodecError, ConfigError
-from mallee.traces.files.lines import MAX_ID_TOKENS, TraceFile
+from mallee.traces.files.lines import MAX_ID_TOKENS, TraceFile, Unroll
 from mallee.traces.files.problems import Problems
-from mallee.traces.formats import agentic, azure, bailian, dag, rows, sessions, trees
+from mallee.traces.formats import agentic, bailian, chats, dag, rows, sessions, tables, trees, weka
 from mallee.traces.formats.dag_calls import ANSWER_TOKENS
 from mallee.traces.workload import Request, Workload
 
-Kind: TypeAlias = Literal[
-    "auto", "mooncake", "agentic", "bailian", "sessions", "trees", "dag", "azure"
-]
 T = TypeVar("T")
 
+_FORMS: Final = ("mooncake", "agentic", "bailian", "sessions", "trees", "dag")
+_UNROLLED: Final = {  # kinds that are read as another one, line by line
+    **dict.fromkeys(("azure", "burstgpt", "vllm", "openai"), "rows"),
+    "sharegpt": "dag",
+    "weka": "sessions",
+}
+KINDS: Final = ("auto", *_FORMS, *_UNROLLED)
 _PEEK_LINES: Final = 256
 _KNOWN: Final = (
     "known are rows with timestamp, input_length, output_length, hash_ids (Mooncake, agentic, Bailian),"
-    " sessions with requests (Claude Code), trees with nodes (tree of thoughts), sessions with turns"
-    " (aiperf's dag-jsonl), Azure's CSV"
+    " sessions with requests (Claude Code, Weka), trees with nodes (tree of thoughts), sessions with turns"
+    " (aiperf's dag-jsonl), conversations (ShareGPT), requests with messages (OpenAI), results of `vllm"
+    " bench serve`, CSV of Azure and BurstGPT; of another table name the columns, as --kind"
+    " timestamp_ms=ts,input=prompt_tokens,output=answer_tokens"
 )
 _TURNS: Final = "each turn waits for its session's turn before; how long tools ran is not known"
 _CHATS: Final = "each chat waits for its parent; how long people took is not known"
@@ -42,38 +49,45 @@ def read_workload(
     sessions_per_hour: float = 240.0,
     max_gap_s: float = 600.0,
     problems: Problems | None = None,
+    sorts: bool = False,
 ) -> Workload:
     """The requests of `path`, at most `limit` of them; only the first lines are read now.
 
-    `kind` "auto" goes by content. `spread_ticks`: rows whose timestamps were cut to 3 s ticks are
-    spread over their tick, evenly with seed 0, else at random. `id_tokens`: what a hash id stands for,
-    by default the largest size that fits the first rows. `seed` and `sessions_per_hour` say when
-    recorded sessions and trees begin, `max_gap_s` cuts pauses inside sessions. Malformed lines are left
-    out and counted in `problems` (each time the workload is read, from 0 again), without it they are
-    errors. Raises ConfigError for a missing or empty file or a wrong option, CodecError for a file
+    `kind` "auto" goes by content; columns as of `tables.columns_of` are a table's. `spread_ticks`: rows
+    whose timestamps were cut to 3 s ticks are spread over their tick, evenly with seed 0, else at random.
+    `id_tokens`: what a hash id stands for, by default the largest size that fits the first rows. `seed`
+    and `sessions_per_hour` say when recorded sessions and trees begin, and rows that have no time;
+    `max_gap_s` cuts pauses inside sessions. Malformed lines are left out and counted in `problems` (each
+    time the workload is read, from 0 again), without it they are errors. `sorts`: rows may come in any
+    order of time. Raises ConfigError for a missing or empty file or a wrong option, CodecError for a file
     that is not understood.
     """
     _check_options(kind, limit, id_tokens, seed, sessions_per_hour, max_gap_s)
-    lines = TraceFile(Path(path), problems)
-    file = _File(lines, list(islice(lines.numbered(), _PEEK_LINES)), limit)
-    if not file.head:
-        first = f"; {problems.kept[0]}" if problems is not None and problems.kept else ""
-        raise ConfigError(f"trace {path}: there are no requests in it{first}")
+    lines = TraceFile(Path(path), problems, limit, sorts)
+    file = _File(lines, list(islice(lines.numbered(), _PEEK_LINES)))
+    file.require_requests()
     found = file.kind() if kind == "auto" else kind
-    match found:
-        case "azure":
-            azure.check_header(lines, file.head[0][1])
-            return file.workload("azure", 512, lambda: azure.read_azure(lines))
+    note = ""
+    if found not in _FORMS and (found != "rows" or file.has_odd_rows()):
+        size = id_tokens or dag.ID_TOKENS
+        file, note = file.unrolled(lambda: _unroller(found, seed, sessions_per_hour, size))
+        id_tokens = size if found == "openai" else id_tokens
+        file.require_requests()
+    form = _UNROLLED.get(found, found)
+    match form:
         case "sessions":
-            return _sessions(file, seed, sessions_per_hour, max_gap_s)
+            made = _sessions(file, seed, sessions_per_hour, max_gap_s)
         case "trees":
-            return _trees(file, seed, sessions_per_hour)
+            made = _trees(file, seed, sessions_per_hour)
         case "dag":
-            return _dag(file, id_tokens or dag.ID_TOKENS, seed, sessions_per_hour)
+            made = _dag(file, id_tokens or dag.ID_TOKENS, seed, sessions_per_hour)
         case "bailian":
-            return _bailian(file, id_tokens or bailian.ID_TOKENS)
+            made = _bailian(file, id_tokens or bailian.ID_TOKENS)
         case _:
-            return _rows(file, found, spread_ticks=spread_ticks, id_tokens=id_tokens, seed=seed)
+            spread_ticks &= not note
+            made = _rows(file, form, spread_ticks=spread_ticks, id_tokens=id_tokens, seed=seed)
+    kind = found if found in _UNROLLED else "table" if "=" in found else made.kind
+    return replace(made, kind=kind, note="; ".join(filter(None, (note, made.note))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +96,13 @@ class _File:
 
     lines: TraceFile
     head: list[tuple[int, bytes]]
-    limit: int | None
+
+    def require_requests(self) -> None:
+        """Raises ConfigError if there is no line of them."""
+        if not self.head:
+            kept = [] if self.lines.problems is None else self.lines.problems.kept
+            first = f"; {kept[0]}" if kept else ""
+            raise ConfigError(f"trace {self.lines.path}: there are no requests in it{first}")
 
     def kind(self) -> str:
         """By the first line, or, with problems, the first of a known form; "rows" is mooncake or agentic."""
@@ -91,6 +111,30 @@ class _File:
     def first(self, decoder: "msgspec.json.Decoder[T]") -> list[tuple[int, T]]:
         """The first lines, decoded; with problems, those that can be. Raises CodecError if none can."""
         return list(self._read(lambda number, line: self.lines.decode(number, line, decoder)))
+
+    def unrolled(
+        self, make: "Callable[[], tuple[Unroll, tables.Clock | None]]"
+    ) -> "tuple[_File, str]":
+        """The same file by another form's lines, and how their times are read."""
+        unroll, clock = make()
+        head = list(islice(replace(self.lines, unroll=lambda: unroll).numbered(), _PEEK_LINES))
+        lines = replace(self.lines, unroll=lambda: make()[0])
+        return _File(lines, head), "" if clock is None else clock.note
+
+    def has_odd_rows(self) -> bool:
+        """Whether some of Mooncake's first rows are understood only as a table's."""
+        unroll, _ = _unroller("mooncake", 0, 1.0, 1)
+        for number, line in self.head:
+            try:
+                row = next(unroll(self.lines, number, line))
+                rows.decoder.decode(msgspec.json.encode(row))
+            except (CodecError, msgspec.MsgspecError):
+                continue
+            try:
+                rows.decoder.decode(line)
+            except msgspec.MsgspecError:
+                return True
+        return False
 
     def _read(self, read: Callable[[int, bytes], T]) -> Iterator[tuple[int, T]]:
         """With problems, the lines that can be read. Raises CodecError if none can, else at the first."""
@@ -117,7 +161,7 @@ class _File:
         note: str = "",
         has_forks: bool = False,
     ) -> Workload:
-        problems, limit = self.lines.problems, self.limit
+        problems, limit = self.lines.problems, self.lines.limit
 
         def begin() -> Iterator[Request]:
             if problems is not None:
@@ -125,6 +169,23 @@ class _File:
             return read() if limit is None else islice(read(), limit)
 
         return Workload(self.lines.path.name, id_tokens, begin, kind, note, has_forks)
+
+
+def _unroller(
+    kind: str, seed: int, per_hour: float, id_tokens: int
+) -> tuple[Unroll, tables.Clock | None]:
+    """The unroller of one reading, and the clock of its rows. Raises ConfigError for wrong columns."""
+    if kind == "sharegpt":
+        return chats.unroll_shared, None
+    if kind == "weka":
+        return weka.unroll_weka, None
+    named = tables.KNOWN.get("mooncake" if kind == "rows" else kind)
+    columns = named or tables.columns_of(kind)
+    clock = tables.Clock(columns, seed, per_hour)
+    table = tables.Table(columns, clock)
+    if kind == "vllm":
+        return partial(tables.unroll_bench, table), clock
+    return (chats.Requests(table, id_tokens) if kind == "openai" else table), clock
 
 
 def _sessions(file: _File, seed: int, per_hour: float, max_gap_s: float) -> Workload:
@@ -153,7 +214,9 @@ def _bailian(file: _File, size: int) -> Workload:
 
 def _trees(file: _File, seed: int, per_hour: float) -> Workload:
     def read() -> Iterator[Request]:
-        return trees.read_trees(file.lines, seed=seed, trees_per_hour=per_hour, limit=file.limit)
+        return trees.read_trees(
+            file.lines, seed=seed, trees_per_hour=per_hour, limit=file.lines.limit
+        )
 
     note = (
         f"trees begin by chance, {per_hour:g} an hour (seed {seed}), with"
@@ -165,7 +228,7 @@ def _trees(file: _File, seed: int, per_hour: float) -> Workload:
 def _dag(file: _File, size: int, seed: int, per_hour: float) -> Workload:
     def read() -> Iterator[Request]:
         return dag.read_dag(
-            file.lines, size, seed=seed, sessions_per_hour=per_hour, limit=file.limit
+            file.lines, size, seed=seed, sessions_per_hour=per_hour, limit=file.lines.limit
         )
 
     note = (
@@ -179,22 +242,22 @@ def _rows(
     file: _File, kind: str, *, spread_ticks: bool, id_tokens: int | None, seed: int
 ) -> Workload:
     first = file.first(rows.decoder)
-    if kind == "rows":
-        kind = "mooncake" if all(row.is_plain for _, row in first) else "agentic"
+    is_plain = kind != "agentic" and all(row.is_plain for _, row in first)
+    kind = ("mooncake" if is_plain else "agentic") if kind == "rows" else kind
     size = id_tokens or _guess_size(file, first)
-    has_forks = kind == "agentic" and _names(file, b'"fork_of"')
+    has_forks = not is_plain and _names(file, b'"fork_of"')
     large = [rows.LARGE_WITH_FORKS] if has_forks else []
     whole = [row.hash_ids for _, row in first if row.fork_of is None]  # ids of forks are not read
     hashes = any(rows.are_hashes(ids, *large) for ids in whole)
-    spread = kind != "agentic" and spread_ticks and rows.has_ticks([row for _, row in first])
+    spread = is_plain and spread_ticks and rows.has_ticks([row for _, row in first])
 
     def read() -> Iterator[Request]:
-        if kind == "agentic":
-            return iter(agentic.read_agentic(file.lines, size, limit=file.limit, has_hashes=hashes))
+        if not is_plain:
+            return iter(agentic.read_agentic(file.lines, size, has_hashes=hashes))
         return rows.read_plain(file.lines, size, spread_ticks=spread, seed=seed, has_hashes=hashes)
 
     note = ""
-    if kind == "agentic":
+    if not is_plain:
         is_named = any(row.request_id is not None or row.wait_for for _, row in first)
         note = "" if is_named else _TURNS
     elif spread:
@@ -225,26 +288,34 @@ def _guess_size(file: _File, first: list[tuple[int, rows.Row]]) -> int:
 
 
 def _names(file: _File, field: bytes) -> bool:
-    """Whether any line has `field`."""
-    return any(field in line for _, line in TraceFile(file.lines.path, Problems(0)).numbered())
+    """Whether any line has `field`, of as many as are wanted."""
+    lines = replace(file.lines, problems=Problems(0)).numbered()
+    return any(field in line for _, line in islice(lines, file.lines.limit))
 
 
 def _kind_of(file: TraceFile, number: int, line: bytes) -> str:
-    if azure.is_header(line):
-        return "azure"
+    if found := tables.kind_of_header(line):
+        return found
     try:
-        keys = _any_object.decode(line).keys()
+        entry = _any_object.decode(line)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         what = f"neither a JSON object nor a known CSV header; {_KNOWN}"
         raise file.bad(number, what, "") from error
+    keys = entry.keys()
     if "nodes" in keys:
         return "trees"
     if "requests" in keys and "block_size" in keys:
-        return "sessions"
+        return "weka" if "hash_id_scope" in keys else "sessions"
+    if keys & {"input_lens", "request_throughput"}:
+        return "vllm"
+    if "conversations" in keys:
+        return "sharegpt"
     if "session_id" in keys and keys & {"turns", "orchestrator"}:
         return "dag"
     if "chat_id" in keys:
         return "bailian"
+    if keys & {"messages", "prompt", "body", "request", "response", "usage"}:
+        return "openai"
     if keys & {"timestamp", "input_length", "output_length", "hash_ids"}:
         return "rows"
     what = f"fields {', '.join(sorted(keys)) or 'none'}; {_KNOWN}"
@@ -259,8 +330,8 @@ def _check_options(
     per_hour: float,
     max_gap_s: float,
 ) -> None:
-    if kind not in get_args(Kind):
-        raise ConfigError(f"kind={kind!r}: give one of {', '.join(get_args(Kind))}")
+    if kind not in KINDS and "=" not in kind:
+        raise ConfigError(f"kind={kind!r}: give one of {', '.join(KINDS)}, or columns")
     if limit is not None and limit < 1:
         raise ConfigError(f"limit={limit}: give at least one request")
     if id_tokens is not None and not 1 <= id_tokens <= MAX_ID_TOKENS:

@@ -1,9 +1,9 @@
-"""Writes a workload as a trace file: Mooncake's rows, agentic rows, or aiperf's dag-jsonl."""
+"""Writes a workload as Mooncake's rows, agentic rows, aiperf's dag-jsonl, or a folder of Weka's sessions."""
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import IO, Final, Literal, TypeAlias, cast, get_args
+from typing import IO, Any, Final, Literal, TypeAlias, cast, get_args
 
 import msgspec
 import numpy as np
@@ -13,11 +13,12 @@ from mallee.protocol.workload import WorkloadRow
 from mallee.traces.files.output import whole_file
 from mallee.traces.formats.agentic import class_of
 from mallee.traces.formats.dag_write import write_dag
+from mallee.traces.formats.weka import weka_sessions
 from mallee.traces.paths import Prompts
 from mallee.traces.workload import NO_PARENT, Request, Runs, Workload
 from mallee.traces.written import Written
 
-Format: TypeAlias = Literal["mooncake", "agentic", "dag"]
+Format: TypeAlias = Literal["mooncake", "agentic", "dag", "weka"]
 
 _BATCH: Final = 2048
 # The default itself is left out of the file, an equal number is not.
@@ -48,7 +49,8 @@ def write_workload(
 
     "mooncake" is an open loop: arrivals, lengths, ids; dependencies are lost, a fork is written as its
     whole prompt, branches as so many rows. "agentic" keeps all. "dag" is text for conversations
-    (`dag_write` has what is lost), and the only one that is not streamed. Raises ConfigError for a wrong
+    (`dag_write` has what is lost), and like "weka" not streamed; this writes a folder of files, one for each
+    session (`weka` has what is lost). Raises ConfigError for a wrong
     option, for a workload without requests or out of order, and where the file can't be written.
     """
     if format not in get_args(Format):
@@ -56,11 +58,15 @@ def write_workload(
     size = workload.id_tokens if block_size is None else block_size
     prompts = Prompts(workload.id_tokens, size, has_forks=workload.has_forks)
     is_direct = size == workload.id_tokens and not workload.has_forks
+    written = Written()
+    if format == "weka":
+        kept = _agentic(_ordered(workload), prompts, written, is_direct=is_direct)
+        _write_files(weka_sessions(kept, size, written), written, Path(path))
+        return written
     with whole_file(path) as file:
         if format == "dag":
             written = write_dag(_ordered(workload), workload.id_tokens, file)
         else:
-            written = Written()
             rows = _agentic if format == "agentic" else _mooncake
             _write(rows(_ordered(workload), prompts, written, is_direct=is_direct), written, file)
         if not written.requests:
@@ -74,6 +80,18 @@ def _write(rows: Iterator[msgspec.Struct], written: Written, file: IO[bytes]) ->
         file.write(packed)
         written.rows += len(batch)
         written.nbytes += len(packed)
+
+
+def _write_files(sessions: Iterator[dict[str, Any]], written: Written, folder: Path) -> None:
+    """Files of a new folder. Raises ConfigError if it can't be made."""
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"{folder}: give a new folder for sessions ({error.strerror})") from error
+    for number, session in enumerate(sessions):
+        with whole_file(folder / f"{number:06}.json") as file:
+            written.nbytes += file.write(_lines.encode(session))
+        written.rows += 1
 
 
 def _ordered(workload: Workload) -> Iterator[Request]:

@@ -19,6 +19,7 @@ from mallee.protocol.messages import (
     Prefill,
     Sampling,
     Share,
+    check_branches,
     check_spans,
 )
 from mallee.protocol.model import ModelSpec
@@ -33,8 +34,6 @@ from mallee.worker.requests import RequestTable
 from mallee.worker.sampling import StepSampler
 from mallee.worker.sched.branch import Branch, ForkPoint, Job, Texts
 from mallee.worker.sched.scheduler import Scheduler
-
-MAX_BRANCHES = 4096
 
 
 class Intake:
@@ -179,8 +178,7 @@ class Intake:
         if isinstance(command, Prefill):
             self._check_length(len(tokens), 0, 0)
             return tokens
-        if not 1 <= command.n <= MAX_BRANCHES:
-            raise InvalidParameter("n", command.n, f"give 1 to {MAX_BRANCHES}")
+        check_branches("n", command.n)
         self._check_sampling(command.sampling)
         is_forked = command.n > 1 and len(tokens) % self._block_size > 0
         num_left = self._max_tokens(command.limits) - command.drawn
@@ -193,10 +191,7 @@ class Intake:
         self._check_share(command.share)
         if command.retain:
             check_spans(command.retain)
-        if not 1 <= len(command.suffixes) <= MAX_BRANCHES:
-            raise InvalidParameter(
-                "suffixes", len(command.suffixes), f"give 1 to {MAX_BRANCHES} branches"
-            )
+        check_branches("suffixes", len(command.suffixes))
         self._check_sampling(command.sampling)
         notation = self._notation
         suffixes = [notation.read(raw) if raw else notation.empty() for raw in command.suffixes]
@@ -217,22 +212,12 @@ class Intake:
     def _check_sampling(self, sampling: Sampling) -> None:
         if sampling == self._last_sampling:
             return
-        sampling.validate()
-        largest = max(sampling.logit_bias)[0] if sampling.logit_bias else 0
-        if largest >= self._spec.vocab_size:
-            raise InvalidParameter(
-                "logit_bias", largest, f"token ids go from 0 to {self._spec.vocab_size - 1}"
-            )
+        sampling.validate(self._spec.vocab_size)
         self._last_sampling = sampling
 
     def _max_tokens(self, limits: Limits) -> int:
         """`max_tokens`, if all of `limits` can be kept to. Raises InvalidParameter."""
-        if limits.max_tokens < 1:
-            raise InvalidParameter("max_tokens", limits.max_tokens, "give at least 1")
-        if not 0 <= limits.min_tokens <= limits.max_tokens:
-            raise InvalidParameter("min_tokens", limits.min_tokens, "give 0 to max_tokens")
-        if limits.reasoning is not None:
-            limits.reasoning.validate(self._spec.vocab_size)
+        limits.validate(self._spec.vocab_size)
         return limits.max_tokens
 
     def _check_length(self, prompt: int, max_tokens: int, num_copies: int) -> None:

@@ -75,6 +75,7 @@ from mallee.protocol.messages import (
     Rewind,
     TokenLogprobs,
     Update,
+    check_branches,
     unpack_tokens,
 )
 from mallee.runtime.tasks import Tasks
@@ -84,7 +85,6 @@ from mallee.worker.updates import FrameSink
 
 log = logging.getLogger(__name__)
 
-MAX_BRANCHES = 4096  # of one request
 _ONE_TOKEN = Limits(1, ignore_eos=True)  # of a prefill, which drops it
 
 
@@ -325,15 +325,11 @@ class ForeignRunner:
     def _begin(self, job: Job, prompts: Sequence[Tokens], first: int, source: str = "") -> None:
         """Begin a branch for each prompt; the first one draws as the branch `first`."""
         limits = job.limits
-        job.sampling.validate()
-        if limits.max_tokens < 1:
-            raise InvalidParameter("max_tokens", limits.max_tokens, "give at least 1")
-        if not 0 <= limits.min_tokens <= limits.max_tokens:
-            raise InvalidParameter("min_tokens", limits.min_tokens, "give 0 to max_tokens")
+        job.sampling.validate(self._model.vocab_size)
+        limits.validate(self._model.vocab_size)
+        check_branches("n", len(prompts))
         if job.request in self._jobs:
             raise InvalidParameter("request", job.request, "this id is in use; ids are used once")
-        if not 1 <= len(prompts) <= MAX_BRANCHES:
-            raise InvalidParameter("n", len(prompts), f"give 1 to {MAX_BRANCHES} branches")
         longest, room = max(map(len, prompts)), self._model.max_model_len
         if longest + limits.max_tokens - job.drawn > room:
             raise ContextLengthExceeded(longest, limits.max_tokens - job.drawn, room)

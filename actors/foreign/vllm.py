@@ -2,47 +2,29 @@
 
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, fields
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any
 
 from mallee.actors.build import check_model, resolve, served_name
+from mallee.actors.foreign.arguments import argument_faults, known_arguments
 from mallee.actors.foreign.asking import Output, prompt_of
 from mallee.actors.front.pods.subscriber import EventPlaces
-from mallee.protocol.errors import ConfigError, Unavailable, nearest
+from mallee.protocol.errors import ConfigError, Unavailable
 from mallee.protocol.hashing import as_tokens
 from mallee.protocol.model import ModelSpec, fingerprint
 from mallee.runtime.addresses import socket_path
 from mallee.runtime.config import AppConfig
 
-_OURS: Final = {
-    "model": "give it as `model`",
-    "served_model_name": "give it as `served_model_name`",
-    "block_size": "give it as `engine.block_size`, which the router needs, too",
-    "max_model_len": "give it as `engine.max_model_len`",
-    "kv_events_config": "the worker reads vLLM's events itself",
-    "enable_prefix_caching": "the router counts on it; `routing.policy` chooses others",
-    "disable_log_stats": "the worker reads vLLM's statistics itself",
-    "data_parallel_size": "give `workers`: each is a replica",
-}
-"""Arguments that other settings decide."""
-
 
 def engine_args(config: AppConfig, places: EventPlaces | None = None) -> Any:
     """vLLM's `AsyncEngineArgs` for a worker, with cache events at `places`. Raises ConfigError."""
+    for fault in argument_faults(config.engine.vllm, known_arguments()):
+        raise ConfigError(fault)
     check_model(config)
     from vllm.config import KVEventsConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    given, known = dict(config.engine.vllm), {field.name for field in fields(AsyncEngineArgs)}
-    for name in given:
-        if name in _OURS:
-            raise ConfigError(f"engine.vllm.{name} is not taken: {_OURS[name]}")
-        if name not in known:
-            hint = nearest(name, known, "vLLM's documentation has them")
-            remedy = next((f": {_OURS[each]}" for each in _OURS if f"`{each}`" in hint), "")
-            raise ConfigError(
-                f"`engine.vllm.{name}` is no argument of vLLM's engine; {hint}{remedy}"
-            )
+    given = dict(config.engine.vllm)
     # The same compiler of grammars as our engine's: it reads the same Lark.
     given.setdefault("structured_outputs_config", {"backend": "guidance"})
     if config.num_ranks > 1:

@@ -1,12 +1,13 @@
 """Drives our router for a proxy: picks endpoints for prompts, and keeps the bookings true."""
 
+import math
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import msgspec
 
 from mallee.actors.front.prompts import Prompt
-from mallee.protocol.errors import KVMemoryExceeded, NoWorker, Saturated
+from mallee.protocol.errors import KVMemoryExceeded, MalleeError, NoWorker, Saturated
 from mallee.protocol.ids import RequestId, WorkerId
 from mallee.router.placement.placer import Placement as Placed
 from mallee.router.router import Router
@@ -30,10 +31,20 @@ class Refusal(NamedTuple):
     message: str
     retry_after_s: int | None = None
 
+    @classmethod
+    def of(cls, error: MalleeError) -> "Refusal":
+        """As a service refuses by this error."""
+        after_s = math.ceil(error.retry_after_s or RETRY_AFTER_S)
+        is_later = error.status in (429, 503)
+        message = error.client_message
+        return cls(error.status, error.code, message, after_s if is_later else None)
+
     @property
     def body(self) -> bytes:
         """As OpenAI's errors are written."""
-        kind = "unavailable" if self.status >= 429 else "invalid_request_error"
+        kind = "unavailable" if self.status > 429 else "invalid_request_error"
+        if self.status == 429:
+            kind = "rate_limit_error"
         error = {"message": self.message, "type": kind, "param": None, "code": self.code}
         return msgspec.json.encode({"error": error})
 

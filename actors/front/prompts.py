@@ -31,6 +31,7 @@ SESSION_HEADERS: Final = (
     *("x-claude-code-session-id", "thread-id"),
 )
 _OUTPUT_KEYS: Final = ("max_completion_tokens", "max_output_tokens", "max_tokens")
+_DRAWN: Final = re.compile(rb'"(?:completion_tokens|output_tokens)"\s*:\s*(\d{1,9})')
 _CACHED: Final = re.compile(rb'"(?:cached_tokens|cache_read_input_tokens)"\s*:\s*(\d{1,9})')
 _NO_TOKENS: Final = as_tokens([])
 
@@ -44,6 +45,7 @@ class Prompt(NamedTuple):
     affinity: int  # digest of its session or prompt cache key; 0: it has none
     objective: str
     model: str
+    num_branches: int
 
 
 class PromptReader:
@@ -71,6 +73,7 @@ class PromptReader:
             (headers[name] for name in SESSION_HEADERS if headers.get(name)), ""
         )
         objective = next((headers[name] for name in OBJECTIVE_HEADERS if name in headers), "")
+        num = body.get("n")
         affinity = xxhash.xxh3_64_intdigest(f"{cache_salt}\n{key}".encode()) if key else 0
         return Prompt(
             hashes=hashes,
@@ -79,6 +82,7 @@ class PromptReader:
             affinity=affinity,
             objective=objective,
             model=model,
+            num_branches=num if isinstance(num, int) and num > 0 else 1,
         )
 
     def encoded(self, text: str) -> list[int] | None:
@@ -128,7 +132,16 @@ class PromptReader:
 
 def cached_tokens(tail: bytes) -> int | None:
     """The prompt's tokens that were cached, by the usage at the end of an answer; None: it does not say."""
-    found = _CACHED.findall(tail)
+    return _last(_CACHED, tail)
+
+
+def drawn_tokens(tail: bytes) -> int | None:
+    """As `cached_tokens`, those of the answer."""
+    return _last(_DRAWN, tail)
+
+
+def _last(pattern: re.Pattern[bytes], tail: bytes) -> int | None:
+    found = pattern.findall(tail)
     return int(found[-1]) if found else None
 
 

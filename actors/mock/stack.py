@@ -5,6 +5,7 @@ folder. Only the computing is mocked: router, transport, NATS and HTTP are those
 """
 
 import asyncio
+import logging
 import shutil
 import socket
 import sys
@@ -25,13 +26,16 @@ from mallee.actors.mock.fleet import MockPlan
 from mallee.actors.mock.process import ProcessSpec
 from mallee.protocol.errors import ConfigError, InternalError, NoWorker
 from mallee.protocol.subjects import BusRole
-from mallee.runtime.addresses import base_url, listener
+from mallee.runtime.addresses import base_url, checked_path, listener
 from mallee.runtime.bus.access import BrokerAccess, operators_broker
 from mallee.runtime.bus.broker import Broker, check_operators_broker
 from mallee.runtime.bus.children import death_follower, end
 from mallee.runtime.config import AppConfig
 from mallee.runtime.proxy.server import Server
+from mallee.runtime.tasks import Tasks
 from mallee.runtime.transport.greeting import Secret, new_secret
+
+log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 2.0
@@ -43,7 +47,8 @@ GATEWAY = "g0"
 class MockStack:
     """A running service at `base_url`, with `config.workers` processes of mocked engines.
 
-    Belongs to one event loop. Use as an asynchronous context manager.
+    A process that ends is started again, and its engines join in another life; meanwhile requests go on
+    elsewhere. Belongs to one event loop. Use as an asynchronous context manager.
     """
 
     def __init__(self, config: AppConfig, *, host: str = "127.0.0.1", port: int = 8000) -> None:
@@ -63,7 +68,8 @@ class MockStack:
         if config.nats_url is None:
             self.broker = Broker(fleet=config.fleet, store=config.store.name)
         self.router = build_router(config)
-        self.children: list[asyncio.subprocess.Process] = []
+        self.children: dict[int, asyncio.subprocess.Process] = {}  # by number
+        self._keepers = Tasks("the processes of mocked engines")
         self._listen = (host, port)
         self._secret = new_secret()
         self._folder = Path(tempfile.mkdtemp(prefix="mallee-"))
@@ -96,7 +102,7 @@ class MockStack:
             async with asyncio.timeout(timeout_s):
                 await asyncio.gather(*(self._spawn(i) for i in range(self.config.workers)))
                 await self._start_gateway(plan, self._listener)
-                await asyncio.gather(*(self._ready(child) for child in self.children))
+                await asyncio.gather(*map(self._ready, self.children))
                 while len(self.router.workers()) < self.config.num_workers:  # noqa: ASYNC110
                     await asyncio.sleep(LOOK_S)
         except TimeoutError as error:
@@ -108,23 +114,24 @@ class MockStack:
         except BaseException:
             await self.close()
             raise
+        for number in self.children:
+            self._keepers.spawn(self._keep(number))
         freeze_heap()
 
     async def wait(self) -> None:
-        """Wait for the end of the server, or of a process of engines: then raises ConfigError.
+        """Wait for the end of the server.
 
-        Raises also what ended the server, and InternalError: a task of the gateway failed.
+        Raises what ended it, and InternalError: a task failed, or a process of engines does not start again.
         """
         assert self._serving is not None, "start comes first"
         assert self._gateway is not None
         while not self._serving.done():
             await asyncio.wait((self._serving,), timeout=WATCH_S)
-            if any(child.returncode is not None for child in self.children):
-                raise ConfigError("a process of mocked engines has ended")
             if self.broker is not None and not self.broker.is_running:
                 raise InternalError("the broker's supervisor failed")
-            if (failure := self._gateway.gateway.operator.failure) is not None:
-                raise InternalError(f"a task of the gateway failed: {failure!r}") from failure
+            failure = self._keepers.failure or self._gateway.gateway.operator.failure
+            if failure is not None:
+                raise InternalError(f"a task failed: {failure!r}") from failure
         await self._serving
 
     async def close(self) -> None:
@@ -137,7 +144,8 @@ class MockStack:
             await asyncio.wait((self._serving,), timeout=STOP_TIMEOUT_S)
             self._server.force_exit = True  # a client does not read
             await asyncio.wait((self._serving,))
-        await asyncio.gather(*(end(child) for child in self.children))
+        await self._keepers.close()
+        await asyncio.gather(*map(end, self.children.values()))
         if self.broker is not None:
             await self.broker.stop()
         if self._listener is not None:
@@ -152,7 +160,7 @@ class MockStack:
         await self.close()
 
     async def _spawn(self, number: int) -> None:
-        path = str(self._folder / f"{number}.sock")
+        path = checked_path(self._folder / f"{number}.sock")
         spec = ProcessSpec(
             number=number,
             path=path,
@@ -168,11 +176,22 @@ class MockStack:
             stdout=asyncio.subprocess.PIPE,
             preexec_fn=death_follower(),
         )
-        self.children.append(child)
+        self.children[number] = child
         assert child.stdin is not None
         child.stdin.write(msgspec.json.encode(spec) + b"\n")
 
-    async def _ready(self, child: asyncio.subprocess.Process) -> None:
+    async def _keep(self, number: int) -> None:
+        """Start the process again whenever it ends. Raises ConfigError if it does not start."""
+        while True:
+            child = self.children[number]
+            status = await child.wait()
+            text = "process %d of engines ended with status %d: it is started again"
+            log.warning(text, child.pid, status)
+            await self._spawn(number)
+            await self._ready(number)
+
+    async def _ready(self, number: int) -> None:
+        child = self.children[number]
         assert child.stdout is not None
         if await child.stdout.readline() != b"ready\n":
             raise ConfigError("a process of mocked engines did not start; what it says is above")

@@ -23,7 +23,7 @@ from mallee.api.messages.requests import (
     sampling,
     with_marks,
 )
-from mallee.api.messages.threads import ThreadKeeper, ThreadMismatch, find_state, previous_of
+from mallee.api.messages.threads import ThreadKeeper, find_state, previous_of
 from mallee.api.messages.tools import marks_of
 from mallee.api.prompts import PromptReader, RenderedPrompt
 from mallee.api.responses.conversations import Conversations
@@ -43,6 +43,7 @@ from mallee.protocol.errors import (
     NotFound,
     PeerSilent,
     StoreAway,
+    ThreadMismatch,
 )
 from mallee.protocol.ids import Scope
 from mallee.router.dispatch.jobs import QueueTerms

@@ -14,39 +14,10 @@ from mallee.api.responses.running import DrawnTokens, state_after
 from mallee.api.responses.store import State
 from mallee.api.responses.turns import PlannedTurn
 from mallee.api.text.conversation import Message, ToolCall, sound_arguments
-from mallee.protocol.errors import (
-    InvalidParameter,
-    NotFound,
-    StoreAway,
-    StoreFull,
-)
+from mallee.protocol.errors import InvalidParameter, StoreAway, StoreFull, ThreadNotFound
 from mallee.protocol.ids import Scope
 
 _log: Final = logging.getLogger(__name__)
-
-
-class ThreadNotFound(NotFound):
-    """No state of that answer: clients send the whole conversation again."""
-
-    code = "thread_not_found"
-
-    def __init__(self, name: str) -> None:
-        super().__init__(
-            f"no thread is stored here up to {name[:80]!r}: it was forgotten, is of another scope, or never"
-            ' was; send the whole conversation with thread: {"type": "create"}',
-            param="thread.previous_message_id",
-        )
-
-
-class ThreadMismatch(InvalidParameter):
-    """A field of a thread's beginning, given again and otherwise."""
-
-    code = "thread_fingerprint_mismatch"
-
-    def __init__(self, param: str, value: Any) -> None:
-        super().__init__(
-            param, value, "the thread has another one; leave it out, or begin a thread"
-        )
 
 
 def previous_of(thread: Any) -> str | None:

@@ -38,8 +38,8 @@ from bench.engine.play import Metrics, measure
 from bench.engine.timing import TimedForward, Timing, VirtualClock
 from bench.engine.workloads import SPECS, Client
 from bench.measure import rounded
+from bench.mocker.policies import ORDERS, Fcfs
 from mallee.mocker.passes import mock_spec
-from mallee.mocker.policies import ORDERS, Fcfs
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.worker.engine import Engine
 from mallee.worker.forward import Forward

@@ -19,7 +19,7 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 from bench.measure import machine
-from mallee.mocker.policies import Fcfs
+from bench.mocker.policies import Fcfs
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Command, Fork, Generate, Limits, Prefill, Sampling, pack_tokens
 from mallee.testing.random_model import random_model

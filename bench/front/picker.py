@@ -34,7 +34,7 @@ from bench.measure import machine, rounded
 from mallee.runtime.addresses import free_port
 from mallee.runtime.bus.broker import Broker
 from mallee.testing.envoy import envoy
-from mallee.testing.vllm_pod import PodTiming, VllmPod
+from mallee.testing.vllm_pod import KVPublisher, PodTiming, VllmPod
 
 SIZES = {"500": 500, "4000": 4000, "30000": 30_000}  # tokens of a prompt
 CLIENTS = 32
@@ -44,11 +44,19 @@ POD_BLOCKS = 2400  # a pod holds a few of the conversations
 ROUNDS = 5
 
 
-async def serve_pods(pipe: Connection, num: int) -> None:
+async def serve_pods(pipe: Connection, num: int, with_events: bool) -> None:
     """Pods until the pipe is closed; a line of it asks for their counts."""
     timing = PodTiming(prompt_token_s=2e-6, output_token_s=0.0)
     async with AsyncExitStack() as stack:
-        made = [VllmPod(num_blocks=POD_BLOCKS, timing=timing) for _ in range(num)]
+        made = [
+            VllmPod(
+                num_blocks=POD_BLOCKS,
+                timing=timing,
+                publisher=KVPublisher() if with_events else None,
+                tells_sources=with_events,
+            )
+            for _ in range(num)
+        ]
         pods = [await stack.enter_async_context(pod) for pod in made]
         pipe.send([pod.address for pod in pods])
         loop = asyncio.get_running_loop()
@@ -60,8 +68,8 @@ async def serve_pods(pipe: Connection, num: int) -> None:
             pipe.send([(p.counts.cached_tokens, p.counts.prompt_tokens) for p in pods])
 
 
-def pods_process(pipe: Connection, num: int) -> None:
-    asyncio.run(serve_pods(pipe, num))
+def pods_process(pipe: Connection, num: int, with_events: bool) -> None:
+    asyncio.run(serve_pods(pipe, num, with_events))
 
 
 class Client:
@@ -268,12 +276,12 @@ def cpu_s(pid: int) -> float:
 
 
 @contextlib.contextmanager
-def pods_beside(num: int) -> Iterator[tuple[Any, Connection]]:
+def pods_beside(num: int, *, with_events: bool = False) -> Iterator[tuple[Any, Connection]]:
     """So many pods in a process of their own: what it says of them, and the pipe to it."""
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
     here, there = multiprocessing.Pipe()
     context = multiprocessing.get_context("spawn")
-    process = context.Process(target=pods_process, args=(there, num), daemon=True)
+    process = context.Process(target=pods_process, args=(there, num, with_events), daemon=True)
     process.start()
     there.close()
     try:

@@ -1,15 +1,16 @@
 """Fidelity of the mocked engine to real ones.
 
-    python -m bench.mocker.fidelity [--model smollm2] [--threads N] [--quick] [--profile FILE] [--out FILE]
-        a real engine on this CPU: its passes are profiled, then a workload with forks runs on it in
+    python -m bench.mocker.fidelity [--model smollm2] [--threads N] [--rates R ...] [--seeds S ...]
+        a real engine on this CPU: its passes are profiled, then workloads with forks run on it in
         real time and, under that profile, on the mocked engine in virtual time. Wants a quiet machine;
         on a busy one --cpu-time lets one thread's CPU seconds pass for time, in the profile too.
 
-The last line is one JSON object.
+The last line is one JSON object, by clock and threads; a FILE that is there keeps its others.
 """
 
 import argparse
 import gc
+import json
 import os
 import sys
 import time
@@ -31,7 +32,6 @@ from mallee.worker.records import EngineConfig
 
 MEMORY_TOKENS = 49152
 BLOCK_SIZE = 16
-SEED = 5
 
 
 class CpuClock:
@@ -70,50 +70,56 @@ def of_engine(args: argparse.Namespace) -> dict[str, Any]:
     sweep = full.fitted_to(forward.spec.max_model_len, forward.num_blocks, BLOCK_SIZE)
     profiler = Profiler(forward, sweep, clock=clock)
     before = read_timing(args.profile) if args.profile is not None else profiler.measure({})
-    shape = Shape(seconds=args.seconds, rate=args.rate)
-    arrivals = Workload(shape, forward.spec.vocab_size, SEED).arrivals()
     config = EngineConfig()
-    engine = Engine(
-        forward,
-        config=config,
-        clock=time.monotonic,
-        worker=WorkerId("w0"),
-        incarnation=Incarnation(1),
-    )
-    real = play(engine, arrivals, clock, wait)
+    runs = []
+    for rate in args.rates:
+        for seed in args.seeds:
+            shape = Shape(seconds=args.seconds, rate=rate)
+            arrivals = Workload(shape, forward.spec.vocab_size, seed).arrivals()
+            engine = Engine(
+                forward,
+                config=config,
+                clock=time.monotonic,
+                worker=WorkerId("w0"),
+                incarnation=Incarnation(1),
+            )
+            runs.append(
+                (f"{rate:g} a second, seed {seed}", arrivals, play(engine, arrivals, clock, wait))
+            )
+            engine.close()
     # Before and after: a machine is not equally fast for minutes.
     after = before if args.profile is not None else profiler.measure({})
     measured = averaged(before, after)
     if args.save is not None:
         measured.save(args.save)
-    told = foretell(measured.timing(), arrivals, forward, config)
-    report = compare(real, told)
-    report["holds"] = holds(report)
-    apart = replace(measured.timing(), shares_reads=False)
-    apart_report = compare(real, foretell(apart, arrivals, forward, config))
-    report["reads_not_shared"] = {n: apart_report[n]["p50"]["off"] for n in ("ttft", "itl")}
-    report["drift"] = drift(before, after)
-    report["jitter"] = measured.jitter
-    for name in ("ttft", "itl", "e2e"):
-        for p, each in report[name].items():
-            print(
-                f"  {name} {p}: {each['real_ms']:.1f} ms, predicted {each['told_ms']:.1f}"
-                f" ({100 * each['off']:+.1f} %)"
-            )
+    timing = measured.timing()
+    apart = replace(timing, shares_reads=False)
+    reports: dict[str, Any] = {}
+    for name, arrivals, real in runs:
+        report = compare(real, foretell(timing, arrivals, forward, config))
+        report["holds"] = holds(report)
+        other = compare(real, foretell(apart, arrivals, forward, config))
+        report["reads_not_shared"] = {n: other[n]["p50"]["off"] for n in ("ttft", "itl")}
+        reports[name] = report
+        for figure in ("ttft", "itl", "e2e"):
+            offs = ", ".join(f"{p} {100 * r['off']:+.1f} %" for p, r in report[figure].items())
+            print(f"  {name}, {figure}: {offs}")
     return {
         "model": args.model,
         "threads": args.threads,
         "quick": args.quick,
         "cpu_time": args.cpu_time,
-        "shape": shape._asdict(),
-        "seed": SEED,
+        "shape": Shape(seconds=args.seconds)._asdict(),
+        "drift": drift(before, after),
+        "jitter": measured.jitter,
+        "noise": profiler.spreads.noise,
         **machine(),
-        **report,
+        "runs": reports,
     }
 
 
 def averaged(one: TimingFile, other: TimingFile) -> TimingFile:
-    """The profile with the geometric mean of both in every cell."""
+    """The profile with the geometric mean of both in every cell, and the mean of what a request takes."""
     a, b = one.model, other.model
     assert isinstance(a, GridData)
     assert isinstance(b, GridData)
@@ -123,7 +129,8 @@ def averaged(one: TimingFile, other: TimingFile) -> TimingFile:
 
     prefill = Prefills(a.prefill.new, a.prefill.prefix, cells(a.prefill.seconds, b.prefill.seconds))
     decode = Decodes(a.decode.rows, a.decode.context, cells(a.decode.seconds, b.decode.seconds))
-    return msgspec.structs.replace(one, model=GridData(prefill, decode))
+    request_s = (one.request_s + other.request_s) / 2
+    return msgspec.structs.replace(one, request_s=request_s, model=GridData(prefill, decode))
 
 
 def drift(before: TimingFile, after: TimingFile) -> dict[str, float]:
@@ -142,13 +149,20 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--cpu-time", action="store_true")
     parser.add_argument("--seconds", type=float, default=60.0, help="of arrivals")
-    parser.add_argument("--rate", type=float, default=1.0, help="requests a second")
+    parser.add_argument(
+        "--rates", type=float, nargs="+", default=[0.5, 1.0], help="requests a second"
+    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[5, 6])
     parser.add_argument("--quick", action="store_true", help="a coarse profile")
     parser.add_argument("--profile", type=Path, help="take this one, don't measure")
     parser.add_argument("--save", type=Path, help="write the measured profile")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    conclude(of_engine(args), args.out)
+    clock, plural = "cpu_time" if args.cpu_time else "wall", "s" if args.threads > 1 else ""
+    report = {f"{clock}_{args.threads}_thread{plural}": of_engine(args)}
+    if args.out is not None and args.out.exists():
+        report = json.loads(args.out.read_text()) | report
+    conclude(report, args.out)
     return 0
 
 

@@ -52,6 +52,9 @@ class FleetOptions:
         typer.Option("--open-loop", help="Requests arrive by the clock, and wait for no others."),
     ] = False
     gateways: Annotated[int | None, typer.Option(help="Router replicas; 1 by default.")] = None
+    engine: Annotated[
+        str | None, typer.Option(help="Whose rules workers follow: mallee (the default) or vllm.")
+    ] = None
     block_size: BlockSizeOption = None
     max_tokens: Annotated[int | None, typer.Option(help="Cut answers to so many tokens.")] = None
     event_lag: Annotated[
@@ -115,6 +118,7 @@ class FleetOptions:
             "max_requests": count("requests", self.requests),
             "max_output_tokens": count("max-tokens", self.max_tokens),
             "prefill_engines": count("prefill-engines", self.prefill_engines),
+            "rules": self.engine,
             "seed": self.seed,
         }
         config = replace(

@@ -88,7 +88,8 @@ def settled(
     given, defaults = dict(_flat(app, only_set=True)), dict(_flat(type(app)(model=app.model)))
     if app.is_foreign:
         raise ConfigError(
-            "engine.kind='vllm': a replay has Mallee's engines; give --timing of theirs"
+            "engine.kind='vllm' can't be replayed by its settings: give --engine vllm, --timing and"
+            " --kv-tokens"
         )
     for key, why in REFUSED.items():
         if given.get(key) not in (None, defaults[key]):

@@ -1,5 +1,6 @@
 """`mallee profile`: what a model's forward passes take on this machine, as a timing for replays."""
 
+import asyncio
 import gc
 import os
 import platform
@@ -19,10 +20,14 @@ from mallee.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
     from mallee.mocker.measure import Sweep
+    from mallee.mocker.timing.files import TimingFile
     from mallee.protocol.model import ModelSpec
     from mallee.worker.model.runner import TorchForward
 
 BLOCK_SIZE = 16
+MAX_NOISE = 0.25  # beyond it one time in ten says nothing
+MAX_BUSY_SHARE = 0.25  # of the cores
+_REMEDY = "stop what else runs on this machine, or give --force to save the times as they are"
 
 Conditions: TypeAlias = dict[str, str | int | float]
 
@@ -30,8 +35,15 @@ Conditions: TypeAlias = dict[str, str | int | float]
 def profile(
     model: Annotated[
         str | None,
-        typer.Argument(help="As --model of `mallee serve`; with --random-weights a shape."),
+        typer.Argument(
+            help="As --model of `mallee serve`; with --random-weights a shape, with --engine vllm the URL of"
+            " a server."
+        ),
     ] = None,
+    engine: Annotated[
+        str,
+        typer.Option(help="mallee: ours, here. vllm: a server that runs, from outside over HTTP."),
+    ] = "mallee",
     out: Annotated[
         Path | None,
         typer.Option("--to", help="The file to write; `mallee replay --timing` reads it."),
@@ -64,6 +76,9 @@ def profile(
     max_step_tokens: Annotated[
         int, typer.Option(min=32, help="Tokens of a chunk to measure prefills up to.")
     ] = 512,
+    force: Annotated[
+        bool, typer.Option(help="Save also what a busy machine measured; the file says how busy.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Measure what a model's passes take on this machine, for `mallee replay --timing FILE`.
@@ -71,6 +86,8 @@ def profile(
     With --trace FILE, record an engine's steps instead, or as well.
 
     Example: mallee profile smollm2 --quick --to cpu.json
+
+    Example: mallee profile http://localhost:8000 --engine vllm --to vllm.json
 
     Example: mallee profile llama-3.1-8b --random-weights --device cuda --kv-tokens 262144 --to gpu.json
     """
@@ -86,10 +103,23 @@ def profile(
     for option, target in (("--to", out), ("--trace", trace)):
         if target is not None:
             _check_target(option, target)
-    require_serve_extra()
     from mallee.mocker.measure import Sweep
 
     console = Console(stderr=True)
+    wanted = Sweep.quick() if quick else Sweep.up_to(max_rows, max_context, max_step_tokens)
+    if engine == "vllm":
+        if out is None or trace is not None or random_weights:
+            raise ConfigError("--engine vllm: give --to FILE, without --trace or --random-weights")
+        busy = _check_idle(force=force)
+        measured = asyncio.run(_measure_served(model, wanted, busy, console))
+        written = {"profile": _save(measured, out, console, force=force)}
+        if as_json:
+            print_json({"conditions": measured.conditions, **written})
+        return
+    if engine != "mallee":
+        raise ConfigError(f"--engine {engine}: give mallee or vllm")
+    require_serve_extra()
+    busy = _check_idle(force=force or out is None)
     threads = threads or os.cpu_count() or 1
     load = _drawn if random_weights else _stored
     with console.status(f"loading {model} ..."):
@@ -102,8 +132,9 @@ def profile(
         "threads": threads,
         "block_size": BLOCK_SIZE,
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "busy_cores": busy,
     }
-    written: dict[str, Any] = {}
+    written = {}
     if trace is not None:
         sizes = {"max_context": max_context, "max_rows": max_rows}
         sizes["max_step_tokens"] = max_step_tokens
@@ -111,9 +142,8 @@ def profile(
             num_steps = _record(forward, trace, conditions, sizes, console)
         written["trace"] = {"file": str(trace), "steps": num_steps}
     if out is not None:
-        wanted = Sweep.quick() if quick else Sweep.up_to(max_rows, max_context, max_step_tokens)
-        jitter = _measure(forward, wanted, out, conditions=conditions, console=console)
-        written["profile"] = {"file": str(out), "jitter": jitter}
+        timed = _measure(forward, wanted, conditions=conditions, console=console)
+        written["profile"] = _save(timed, out, console, force=force)
     if as_json:
         print_json({"conditions": conditions, **written})
 
@@ -204,33 +234,69 @@ def _record(
 
 
 def _measure(
-    forward: "TorchForward",
-    wanted: "Sweep",
-    out: Path,
-    *,
-    conditions: Conditions,
-    console: Console,
-) -> float:
-    """Write the times of passes. Returns their jitter."""
+    forward: "TorchForward", wanted: "Sweep", *, conditions: Conditions, console: Console
+) -> "TimingFile":
+    """The times of passes."""
     from mallee.mocker.measure import Profiler
 
     sweep = wanted.fitted_to(forward.spec.max_model_len, forward.num_blocks, BLOCK_SIZE)
+    profiler = Profiler(
+        forward,
+        sweep,
+        device=_beside_host(forward),
+        wait=wait_of(str(conditions["device"])),
+        report=partial(_report, console),
+    )
     with console.status("measuring ..."):
+        return profiler.measure(conditions)
 
-        def report(line: str) -> None:
-            console.print(f"[dim]{line}[/]", highlight=False)
 
-        profiler = Profiler(
-            forward,
-            sweep,
-            device=_beside_host(forward),
-            wait=wait_of(str(conditions["device"])),
-            report=report,
-        )
-        found = profiler.measure(conditions)
+async def _measure_served(url: str, wanted: "Sweep", busy: float, console: Console) -> "TimingFile":
+    """The same of the server at `url`."""
+    import httpx
+
+    from mallee.cli.profile.vllm import ServedProfiler, served
+
+    async with httpx.AsyncClient(base_url=url, timeout=600.0, trust_env=False) as client:
+        server = await served(client)
+        sweep = wanted.fitted_to(server.max_model_len, server.num_blocks, server.block_size)
+        conditions: Conditions = {
+            "engine": f"vllm {server.version}",
+            "model": server.model,
+            "url": url,
+            "block_size": server.block_size,
+            "kv_tokens": server.num_blocks * server.block_size,
+            "mallee": mallee.__version__,
+            "busy_cores": busy,
+        }
+        profiler = ServedProfiler(client, server, sweep, report=partial(_report, console))
+        with console.status("measuring ..."):
+            return await profiler.measure(conditions)
+
+
+def _report(console: Console, line: str) -> None:
+    console.print(f"[dim]{line}[/]", highlight=False)
+
+
+def _save(found: "TimingFile", out: Path, console: Console, *, force: bool) -> dict[str, Any]:
+    """Write a timing, and print how far to trust it. Raises ConfigError for a noisy one, unless forced."""
+    noise = float(found.conditions["noise"])
+    told = f"one time in ten is more than {noise:.0%} off the median of its point"
+    if noise > MAX_NOISE and not force:
+        raise ConfigError(f"{out} is not written: {told}; {_REMEDY}")
     found.save(out)
-    console.print(f"wrote {out}: jitter {found.jitter:.3f}", highlight=False)
-    return found.jitter
+    console.print(f"wrote {out}: jitter {found.jitter:.3f}; {told}", highlight=False)
+    return {"file": str(out), "jitter": found.jitter, "noise": noise}
+
+
+def _check_idle(*, force: bool) -> float:
+    """The cores that others use now. Raises ConfigError if they are too many, unless forced."""
+    from mallee.mocker.measure import busy_cores
+
+    busy, cores = busy_cores(), os.cpu_count() or 1
+    if busy > MAX_BUSY_SHARE * cores and not force:
+        raise ConfigError(f"other work uses {busy:.1f} of {cores} cores here; {_REMEDY}")
+    return busy
 
 
 def _check_target(option: str, target: Path) -> None:

@@ -25,9 +25,13 @@ _RATES: Final = {
     "prompt tokens/s": "mallee_prompt_tokens_total",
     "answers/s": _ANSWERS,
 }
+_SAME: Final = {"mallee_router_requests_total": _ANSWERS}  # of a router before others' engines
 _GAUGES: Final = {"waiting": "mallee_requests_waiting", "capsules": "mallee_capsules"}
 _BAR: Final = 10
-_LOOKS: Final = {"ready": "green", "draining": "yellow", "changing": "yellow"}
+_LOOKS: Final = {
+    **{"ready": "green", "draining": "yellow", "changing": "yellow"},
+    **{"exact": "green", "predicted": "yellow"},
+}
 
 
 class Metrics:
@@ -42,7 +46,8 @@ class Metrics:
         self._totals: dict[str, float] = {}
         for name, labels, value in _SAMPLE.findall(text):
             if name != _ANSWERS or _GENERATES.search(labels):
-                self._totals[name] = self._totals.get(name, 0.0) + float(value)
+                family = _SAME.get(name, name)
+                self._totals[family] = self._totals.get(family, 0.0) + float(value)
         found = _GATEWAY.search(text)
         self.gateway = "" if found is None else found[1]
 
@@ -111,6 +116,7 @@ def head(health: Mapping[str, Any]) -> Text:
     """The service's state in a line."""
     status = str(health.get("status", "?"))
     told = [f"{name} {health[name]}" for name in ("gateway", "broker", "store") if name in health]
+    told += [f"{num} {state}" for state, num in health.get("backends", {}).items()]
     if "workers" in health:  # which others than operators aren't told
         told.append(f"{len(health['workers'])} workers")
     return Text.assemble(
@@ -129,7 +135,7 @@ def used(worker: Worker) -> float:
 
 COLUMNS: Final = (
     *("worker", "state", "KV in use", "rows", "queue", "prefill", "cached", "lease", "weights"),
-    "device",
+    *("device", "cache"),
 )
 NUMBERS: Final = frozenset(COLUMNS[3:8])
 """Columns that stand to the right."""
@@ -146,13 +152,29 @@ def cells(worker: Worker) -> tuple[Text, ...]:
         Text(f"{worker.lease_age_s:.1f} s"),
         Text(worker.weight_version),
         Text(worker.device),
+        _known(worker),
     )
 
 
+def _known(worker: Worker) -> Text:
+    """A router's knowledge of a backend's cache, and the share of prompts that the backend found there."""
+    if not worker.cache:
+        return Text()
+    use = worker.use
+    total = 0 if use is None else use.cached_tokens + use.prefill_tokens
+    found = "" if use is None or not total else f" {use.cached_tokens / total:.0%} found"
+    reason = f": {worker.cache_reason}" if worker.cache_reason else ""
+    return Text(f"{worker.cache.upper()}{found}{reason}", style=_LOOKS.get(worker.cache, "red"))
+
+
 def _table(workers: Sequence[Worker]) -> Table:
-    names = COLUMNS if any(each.device for each in workers) else COLUMNS[:-1]
-    rows = (cells(each)[: len(names)] for each in workers)
-    return grid(names, rows, right=NUMBERS, whole=names)
+    rows = [cells(each) for each in workers]
+    last = [at for at in (9, 10) if any(row[at].plain for row in rows)]
+    names, shown = (
+        [COLUMNS[at] for at in last],
+        [row[:9] + tuple(row[at] for at in last) for row in rows],
+    )
+    return grid((*COLUMNS[:9], *names), shown, right=NUMBERS, whole=(*COLUMNS[:9], *names))
 
 
 def bar(share: float) -> Text:

@@ -1,39 +1,43 @@
 """Options that the routers in front of others' engines share, and what these need installed."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 import typer
 
 from mallee.cli.options import require_packages
-from mallee.cli.settings import layered
+from mallee.cli.settings import SetOptions, layered
 
 if TYPE_CHECKING:
     from mallee.actors.front.config import FrontConfig
 
 F = TypeVar("F", bound="FrontConfig")
 
-FrontFile: TypeAlias = Annotated[
-    Path | None, typer.Option("--config", help="YAML file of settings, as the docs list them.")
-]
-TokenizerOption: TypeAlias = Annotated[
-    str | None, typer.Option("--model", help="Folder or hub id with the servers' tokenizer.")
-]
-PoolOption: TypeAlias = Annotated[
-    str | None, typer.Option("--pool", help="InferencePool whose pods are followed.")
-]
-NamespaceOption: TypeAlias = Annotated[
-    str | None, typer.Option("--namespace", help="Its namespace.")
-]
-EventsPortOption: TypeAlias = Annotated[
-    int | None,
-    typer.Option("--events-port", help="Port of the servers' KV events over ZeroMQ."),
-]
-NatsUrlOption: TypeAlias = Annotated[
-    str | None,
-    typer.Option("--nats-url", help="Broker by which several share their bookings."),
-]
+
+@dataclass(frozen=True, slots=True)
+class FrontOptions:
+    """The options of both; those but the first two are settings of the same name."""
+
+    config: Annotated[
+        Path | None, typer.Option(help="YAML file of settings, as the docs list them.")
+    ] = None
+    set_: SetOptions = None
+    listen: Annotated[str | None, typer.Option(help="Address of the service.")] = None
+    model: Annotated[
+        str | None, typer.Option(help="Folder or hub id with the servers' tokenizer.")
+    ] = None
+    pool: Annotated[str | None, typer.Option(help="InferencePool whose pods are followed.")] = None
+    namespace: Annotated[str | None, typer.Option(help="Its namespace.")] = None
+    events_port: Annotated[
+        int | None, typer.Option(help="Port of the servers' KV events over ZeroMQ.")
+    ] = None
+    nats_url: Annotated[
+        str | None, typer.Option(help="Broker by which several share their bookings.")
+    ] = None
+
+
 _EXTRAS: Final = {"picker": "epp", "router": "router"}
 _NEEDED: Final = ("httptools", "tokenizers", "jinja2", "nats", "pydantic", "yaml", "httpx")
 
@@ -41,14 +45,15 @@ _NEEDED: Final = ("httptools", "tokenizers", "jinja2", "nats", "pydantic", "yaml
 def make_front_config(
     schema: type[F],
     command: str,
-    file: Path | None,
-    assignments: Sequence[str] | None,
-    options: Mapping[str, tuple[str, object]],
+    needed: Sequence[str],
+    front: FrontOptions,
+    own: Mapping[str, tuple[str, object]],
 ) -> F:
-    """As `layered`, and what the settings need is installed. Raises ConfigError."""
-    made = layered(schema, {}, file, assignments, options)
-    if made.events_port is not None:
-        require_front(command, (), wants_events=True)
+    """The settings by all layers, with the command's `own` options. Raises ConfigError."""
+    shared = [each.name for each in fields(front)[2:]]
+    given = {f"--{name.replace('_', '-')}": (name, getattr(front, name)) for name in shared}
+    made = layered(schema, {}, front.config, front.set_, {**given, **own})
+    require_front(command, needed, wants_events=made.events_port is not None)
     return made
 
 

@@ -112,9 +112,10 @@ async def _serve(config: "AppConfig", host: str, port: int) -> None:
     from mallee.actors.mock.stack import MockStack
 
     async with MockStack(config, host=host, port=port) as stack:
+        processes = ", ".join(str(child.pid) for child in stack.children.values())
         Console(stderr=True).print(
             f"[bold]mallee[/] mocks {config.num_workers} engines of {escape(config.model)} at"
             f" [bold]{stack.base_url}/v1[/], its page at {stack.base_url}/ui, broker"
-            f" {stack.nats_url}  (Ctrl-C ends)"
+            f" {stack.nats_url}, engines in processes {processes}  (Ctrl-C ends)"
         )
         await stack.wait()

@@ -6,18 +6,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from mallee.cli.serving.fronts import (
-    EventsPortOption,
-    FrontFile,
-    NamespaceOption,
-    NatsUrlOption,
-    PoolOption,
-    TokenizerOption,
-    make_front_config,
-    require_front,
-)
+from mallee.cli.options import with_groups
+from mallee.cli.serving.fronts import FrontOptions, make_front_config, require_front
 from mallee.cli.serving.signals import until_signal
-from mallee.cli.settings import SetOptions
 
 if TYPE_CHECKING:
     from mallee.actors.front.proxy.config import ProxyConfig
@@ -25,7 +16,10 @@ if TYPE_CHECKING:
 _NEEDED = ("uvloop",)
 
 
+@with_groups
 def router(
+    front: FrontOptions,
+    *,
     backends: Annotated[
         str | None,
         typer.Option(help="The servers: URLs or host:port, with commas between them."),
@@ -33,14 +27,6 @@ def router(
     backends_file: Annotated[
         str | None, typer.Option(help="A YAML or JSON list of them, read when it changes.")
     ] = None,
-    config: FrontFile = None,
-    set_: SetOptions = None,
-    listen: Annotated[str | None, typer.Option(help="Address of the service.")] = None,
-    model: TokenizerOption = None,
-    pool: PoolOption = None,
-    namespace: NamespaceOption = None,
-    events_port: EventsPortOption = None,
-    nats_url: NatsUrlOption = None,
     keys_file: Annotated[
         str | None, typer.Option(help="File of API keys, as `mallee keys new` makes it.")
     ] = None,
@@ -49,22 +35,16 @@ def router(
 
     Example: mallee router --backends http://10.0.0.7:8000,http://10.0.0.8:8000
     """
-    require_front("router", _NEEDED, wants_events=events_port is not None)
+    require_front("router", _NEEDED, wants_events=front.events_port is not None)
     from mallee.actors.front.proxy.config import ProxyConfig
 
     listed = None if backends is None else tuple(filter(None, map(str.strip, backends.split(","))))
-    options = {
+    own = {
         "--backends": ("endpoints", listed),
         "--backends-file": ("endpoints_file", backends_file),
-        "--listen": ("listen", listen),
-        "--model": ("model", model),
-        "--pool": ("pool", pool),
-        "--namespace": ("namespace", namespace),
-        "--events-port": ("events_port", events_port),
-        "--nats-url": ("nats_url", nats_url),
         "--keys-file": ("keys_file", keys_file),
     }
-    made = make_front_config(ProxyConfig, "router", config, set_, options)
+    made = make_front_config(ProxyConfig, "router", _NEEDED, front, own)
     import uvloop
 
     from mallee.runtime.telemetry import logs

@@ -1,6 +1,8 @@
 """`mallee serve`: the whole service on this machine."""
 
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -71,8 +73,10 @@ def serve(
     console = Console(stderr=True)
     catch_signals()
     name = escape(settings.model)
-    with console.status(f"starting {settings.workers} worker(s) of {name} ..."):
-        stack = LocalStack(settings, host=host, port=port)
+    with console.status(f"starting {settings.workers} worker(s) of {name} ...") as status:
+        show = status.update if console.is_terminal else partial(console.print, soft_wrap=True)
+        tell: Callable[[str], None] = lambda sentence: show(escape(sentence))  # noqa: E731
+        stack = LocalStack(settings, host=host, port=port, tell=tell)
         stack.start()
     try:
         with until_interrupted(console, settings.drain_s):

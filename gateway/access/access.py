@@ -60,6 +60,8 @@ class Access:
         self.weights: dict[str, float] = {}  # of tenants, as their keys say
         self._uses: dict[str, Use] = {}
         self.shared: Shared | None = None  # limits of all gateways together
+        self.fault = ""  # of the file as it is now, while the keys before it hold
+        self.certificate_expiry = 0.0  # of the links' own
         self._seen = self._refused = _version(file)
         self._take([] if file is None else read_file(file))
         self.tasks = Tasks("the API keys")
@@ -76,6 +78,14 @@ class Access:
                 f"{host} listens beyond this machine, and no API key is set: give MALLEE_API_KEY in the"
                 " environment, or http.keys_file (`mallee keys new` makes keys)"
             )
+
+    @property
+    def expiries(self) -> dict[str, float]:
+        """The ends of the next key and of the certificate, in seconds since the epoch; 0: there is none."""
+        now = self._wall_clock()
+        ends = (key.expires.timestamp() for key in self._ring.keys if key.expires is not None)
+        next_end = min((end for end in ends if end > now), default=0.0)
+        return {"key": next_end, "certificate": self.certificate_expiry}
 
     def start_up(self) -> None:
         """Follow the file from now on, and what becomes of the capsules that count."""
@@ -121,15 +131,16 @@ class Access:
         """Read the file again, if it has changed, or could not be read when it had."""
         version = _version(self._file)
         if self._file is None or version == self._seen:
+            self.fault = ""
             return
         try:
             keys = await asyncio.to_thread(read_file, self._file)
         except ConfigError as error:
             if version != self._refused:
                 log.error("the keys stay as they were: %s", error)
-            self._refused = version
+            self._refused, self.fault = version, str(error)
             return
-        self._seen = version
+        self._seen, self.fault = version, ""
         self._take(keys)
         log.info("%d API keys were read", len(keys))
 

@@ -4,19 +4,27 @@ Keys are long and random (`mallee keys new`), so that a plain SHA-256 can't be t
 up by a digest that is keyed anew in each process, so that no timing tells how much of a guess was right.
 """
 
+import fcntl
 import hashlib
 import hmac
+import json
+import logging
+import os
 import secrets
+import tempfile
+import textwrap
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Final, Literal, NamedTuple, Self, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, Self, TypeAlias
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from mallee.protocol.errors import ConfigError
 from mallee.runtime.config import Positive, Settings
+
+log = logging.getLogger(__name__)
 
 ENVIRONMENT: Final = "MALLEE_API_KEY"
 MIN_CHARS: Final = 16
@@ -85,14 +93,76 @@ class NewKey(NamedTuple):
     """A key that was just made: `token` is for its owner, `entry` for the file."""
 
     token: str
-    entry: dict[str, str]
+    entry: dict[str, Any]
 
 
-def new_key(name: str, role: Role, tenant: str | None) -> NewKey:
-    """Make a key."""
+def new_key(name: str, role: Role, tenant: str | None, **limits: float | str | None) -> NewKey:
+    """Make a key, with those of the other fields of `Key` that are given."""
     token = f"mallee_{secrets.token_urlsafe(32)}"
-    entry = {"name": name, "sha256": digest(token), "role": role}
-    return NewKey(token, entry if tenant is None else {**entry, "tenant": tenant})
+    entry = {"name": name, "sha256": digest(token), "role": role, "tenant": tenant, **limits}
+    return NewKey(token, {key: value for key, value in entry.items() if value is not None})
+
+
+def text_of(entry: dict[str, Any]) -> str:
+    """The entry as a file has it. Raises ConfigError if it can be none."""
+    text = yaml.safe_dump([entry], sort_keys=False)
+    parse(f"keys:\n{text}", "the new entry")
+    return text
+
+
+def add_to(path: Path, entry: dict[str, Any]) -> None:
+    """Put a key into the file at once, or nothing; a new file is this user's alone. Raises ConfigError.
+
+    What else stands in the file stays as it is written; its owner and mode stay, too.
+    """
+    path = path.resolve()  # the link to a file stays one
+    try:
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)  # against another one that adds
+            before = path.stat() if path.exists() else None
+            text = "keys: []\n" if before is None else path.read_text(encoding="utf-8")
+            _replace(path, _with_entry(text, entry, str(path)), before)
+        finally:
+            os.close(folder)
+    except (OSError, UnicodeDecodeError) as error:
+        cause = getattr(error, "strerror", None) or "it is no UTF-8"
+        raise ConfigError(f"{path} can't be written: {cause}; it is as it was") from error
+
+
+def _with_entry(text: str, entry: dict[str, Any], source: str) -> str:
+    """The file's text with one more key, found to be right."""
+    num_keys = len(parse(text, source))
+    document = yaml.compose(text, yaml.SafeLoader)
+    assert document is not None, "it is right"
+    [(_, keys)] = document.value
+    start, end = keys.start_mark, keys.end_mark
+    if not keys.value:
+        made = f"{text[: start.index].rstrip()}\n{text_of(entry)}{text[end.index :]}"
+    elif keys.flow_style:
+        made = f"{text[: end.index - 1]}, {json.dumps(entry)}{text[end.index - 1 :]}"
+    else:
+        made = f"{text.rstrip()}\n{textwrap.indent(text_of(entry), ' ' * start.column)}"
+    found = parse(made, f"{source} with the new key")
+    assert len(found) == num_keys + 1, "it is added, and no other is lost"
+    return made
+
+
+def _replace(path: Path, text: str, before: os.stat_result | None) -> None:
+    """Put a whole file in the place of `path`. Raises OSError."""
+    made, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 600
+    try:
+        with open(made, "w", encoding="utf-8") as file:
+            if before is not None:
+                os.fchown(made, before.st_uid, before.st_gid)
+                os.fchmod(made, before.st_mode & 0o777)
+            file.write(text)
+            file.flush()
+            os.fsync(made)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
 
 
 def digest(token: str) -> str:
@@ -126,12 +196,15 @@ def _faults(error: ValidationError) -> list[tuple[str, str]]:
 
 
 def read_file(path: Path) -> list[Key]:
-    """Raises ConfigError."""
+    """The keys of a file, which no other user should read: the log tells of one. Raises ConfigError."""
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            text, mode = file.read(), os.fstat(file.fileno()).st_mode & 0o777
     except (OSError, UnicodeDecodeError) as error:
         cause = getattr(error, "strerror", None) or "it is no UTF-8"
         raise ConfigError(f"the file of keys {path} can't be read: {cause}") from error
+    if mode & 0o007:
+        log.warning("%s has mode %03o: every user of this machine reads it; chmod 600", path, mode)
     return parse(text, str(path))
 
 

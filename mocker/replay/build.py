@@ -18,6 +18,7 @@ from mallee.router.config import CostModel, Policy, SpillModel
 from mallee.router.router import Router
 from mallee.router.sync.outbox import Outbox
 from mallee.router.sync.replicas import Replicas
+from mallee.worker.sched.policy import SchedulerConfig
 
 AnyGateway: TypeAlias = Gateway | RoleGateway
 _FOREVER_S: Final = 1e12  # no lease or booking runs out: deaths are announced
@@ -46,6 +47,9 @@ class ReplayBuilder(NamedTuple):
             max_rows=config.max_rows,
             gang=False,  # an order within a batch that only real memory gains by
         )
+        is_vllm = config.rules == "vllm"
+        if is_vllm and scheduler.watermark == SchedulerConfig().watermark:
+            scheduler = replace(scheduler, watermark=0.0)  # vLLM's default
         num_capsules = config.answer_capsules if has_forks else 0
         return FaultyFleet(
             self.clock,
@@ -63,6 +67,7 @@ class ReplayBuilder(NamedTuple):
             spec=mock_spec(
                 vocab_size=1 << 32, max_model_len=config.max_model_len, groups=config.groups
             ),
+            is_vllm=is_vllm,
             join_role="decode" if config.prefill_engines else "both",
         )
 

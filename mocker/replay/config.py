@@ -26,6 +26,8 @@ _UNLIMITED: Final = 1 << 40
 _ENGINE: Final = EngineConfig(SchedulerConfig(max_waiting=_UNLIMITED))
 _ADMISSION: Final = AdmissionConfig(_UNLIMITED, _UNLIMITED, max_wait_s=1e12)
 
+RULES: Final = ("mallee", "vllm")
+_OF_OURS: Final = ("prefill_engines", "can_migrate", "tiers", "state_nbytes", "retain_s")
 _AT_LEAST_1 = ("engines", "kv_tokens", "max_rows", "max_step_tokens", "gateways")
 _AT_LEAST_0 = (
     *("block_size", "concurrency", "max_requests", "max_output_tokens", "prefill_engines", "seed"),
@@ -39,7 +41,8 @@ _ABOVE_0 = ("speedup", "slo_ttft_s", "slo_itl_s")
 class ReplayConfig:
     """The fleet and how requests arrive. Values; may be sent to another process.
 
-    `kv_tokens` of each engine; only whole blocks count.
+    `rules`: whose the engines follow, Mallee's or vLLM's (`mocker.vllm`). `kv_tokens` of each
+    engine; only whole blocks count.
     `block_size` 0: as many tokens as an id of the workload stands for. `speedup`: arrivals come so much
     faster than recorded. `concurrency`: so many requests are under way at most, and arrival times
     don't count (0: open loop, by arrival times). `max_requests`, `max_output_tokens`: 0 for no limit.
@@ -52,6 +55,7 @@ class ReplayConfig:
     """
 
     engines: int = 4
+    rules: str = "mallee"
     policy: str = "cost"
     kv_tokens: int = 1_048_576
     block_size: int = 0
@@ -108,6 +112,14 @@ class ReplayConfig:
                 f"prefill_engines={self.prefill_engines} of engines={self.engines}: leave at least"
                 " one to decode"
             )
+        if self.rules not in RULES:
+            raise ConfigError(f"rules={self.rules!r}: give one of {', '.join(RULES)}")
+        if self.rules == "vllm":
+            for name in _OF_OURS:
+                if value := getattr(self, name):
+                    raise ConfigError(
+                        f"{name}={value} with the rules of vLLM: only Mallee's engine has that"
+                    )
         self.link.validate()
         self.device.validate()
         if self.prefill_engines and self.gateways > 1:

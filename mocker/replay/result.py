@@ -109,7 +109,7 @@ def summarise(workload: Workload, simulation: Simulation, wall: Wall) -> Result:
 
 
 _SETTINGS = (
-    *("engines", "policy", "kv_tokens", "speedup", "concurrency", "gateways", "max_rows"),
+    *("rules", "engines", "policy", "kv_tokens", "speedup", "concurrency", "gateways", "max_rows"),
     *("max_step_tokens", "max_requests", "max_output_tokens", "keeps_order", "shared_reads"),
     *("prefill_engines", "can_migrate", "retain_s", "seed"),
 )
@@ -247,10 +247,10 @@ def _cache(columns: Columns, simulation: Simulation) -> dict[str, Any]:
 
 
 def _troubles(simulation: Simulation) -> dict[str, Any]:
-    stats = [worker.engine.engine.stats() for worker in simulation.fleet.lives.values()]
+    engines = [worker.engine for worker in simulation.fleet.lives.values()]
     return {
-        "evictions": sum(each.tree.num_evicted for each in stats),
-        "preemptions": sum(each.sched.num_preemptions for each in stats),
+        "evictions": sum(engine.num_evicted for engine in engines),
+        "preemptions": sum(engine.num_preemptions for engine in engines),
         "retries": sum(gateway.num_retries for gateway in simulation.gateways),
         "rebuilt_capsules": sum(gateway.num_rebuilt for gateway in simulation.gateways),
         **_moves(simulation),
@@ -282,8 +282,10 @@ def _tiers(simulation: Simulation) -> dict[str, int] | None:
     """Blocks written to and fetched from lower tiers, over all workers; None without them."""
     config = simulation.config.tiers
     lives = simulation.fleet.lives.values()
-    stats = [each for worker in lives if (each := worker.engine.engine.stats().tiers) is not None]
-    if config is None or not stats:
+    if config is None:
+        return None
+    stats = [each for worker in lives if (each := worker.own.stats().tiers) is not None]
+    if not stats:
         return None
     num_fetched = sum(each.num_fetched_host + each.num_fetched_disk for each in stats)
     return {

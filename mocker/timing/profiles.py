@@ -97,7 +97,8 @@ def kv_room(name_or_path: str) -> KVRoom:
         return KVRoom(profile.kv_tokens, profile.kv_bytes_per_token)
     if name_or_path == DYNAMO or (path := _file(name_or_path)).suffix == ".npz":
         return KVRoom(0, 0)
-    return KVRoom(0, read_timing(path).kv_bytes_per_token)
+    found = read_timing(path)
+    return KVRoom(int(found.conditions.get("kv_tokens", 0)), found.kv_bytes_per_token)
 
 
 def gpus_of(name_or_path: str) -> int:

@@ -64,7 +64,7 @@ class TierUse(Body, frozen=True, kw_only=True):
 
 class Worker(Body, frozen=True, kw_only=True):
     """A worker, as a gateway sees it. Without `use` its process did not answer. `lacks`: requests that its
-    engine can't take.
+    engine can't take. Before others' engines a router says how well it knows the `cache` of each, and why.
     """
 
     worker: str
@@ -89,6 +89,8 @@ class Worker(Body, frozen=True, kw_only=True):
     metrics_at: str
     use: WorkerUse | None
     tiers: TierUse | None
+    cache: Literal["exact", "predicted", "blind"] = OMITTED
+    cache_reason: str = OMITTED
 
 
 class WorkerList(Body, frozen=True, kw_only=True):
@@ -203,6 +205,7 @@ class Health(Body, frozen=True, kw_only=True):
     gateway: str = OMITTED
     broker: Literal["up", "down"] = OMITTED
     store: Literal["up", "down", "full"] = OMITTED
+    keys: Annotated[str, Meta(description="`ok`, or the fault of the file of keys.")] = OMITTED
     workers: list[dict[str, Any]] = OMITTED
 
 

@@ -2,6 +2,8 @@
 
 from collections import deque
 from collections.abc import Callable
+from itertools import accumulate
+from typing import Final
 
 import msgspec
 
@@ -17,6 +19,8 @@ from mallee.protocol.bookings import (
     Queued,
 )
 from mallee.protocol.ids import Incarnation, RequestId
+
+MAX_WAITS_NBYTES: Final = 256 << 10  # of tenants' names in a snapshot: a message of NATS has 1 MiB
 
 
 class Outbox:
@@ -96,15 +100,17 @@ class Outbox:
     def snapshot(self, max_waypoints_nbytes: int = 4 << 20) -> BookingSnapshot:
         """All live bookings, those that still wait included.
 
-        With more waypoints than a message can carry, all go without: their blocks count as their own.
+        With more waypoints than a message can carry, all go without: their blocks count as their own. Of
+        the tenants that wait, those whose names fit in are told, the first to come first.
         """
         bookings = tuple(self._live.values())
         if sum(len(booking.waypoints) for booking in bookings) > max_waypoints_nbytes:
             bookings = tuple(map(_without_waypoints, bookings))
         next_seq = self._first_seq + len(self._pending)
-        return BookingSnapshot(
-            self.gateway, self.incarnation, next_seq, bookings, tuple(self._waits)
-        )
+        ends = accumulate(len(tenant.encode()) for tenant in self._waits)
+        named = zip(self._waits, ends, strict=True)
+        waits = tuple(tenant for tenant, end in named if end <= MAX_WAITS_NBYTES)
+        return BookingSnapshot(self.gateway, self.incarnation, next_seq, bookings, waits)
 
     def check(self) -> None:
         """Raises AssertionError unless bookings are filed by request, and bounds hold."""

@@ -1,6 +1,7 @@
 """TLS between processes of the app: each end shows a certificate of one authority, which is the app's own."""
 
 import ssl
+from pathlib import Path
 from typing import NamedTuple
 
 from mallee.protocol.errors import ConfigError
@@ -27,6 +28,14 @@ def client_tls(files: TlsFiles) -> ssl.SSLContext:
     # Workers are told by the authority alone: their hosts are addresses that come and go.
     context.check_hostname = False
     return _loaded(context, files)
+
+
+def expiry(files: TlsFiles) -> float:
+    """The end of the certificate, which was loaded before, in seconds since the epoch."""
+    from cryptography import x509  # where there is Ray
+
+    found = x509.load_pem_x509_certificate(Path(files.cert).read_bytes())
+    return found.not_valid_after_utc.timestamp()
 
 
 def _loaded(context: ssl.SSLContext, files: TlsFiles) -> ssl.SSLContext:

@@ -27,9 +27,9 @@ from mallee.api.api import (
 )
 from mallee.api.text.chat import ChatTemplate
 from mallee.gateway.access.access import Access
+from mallee.gateway.bodies import decisions_body, workers_body
 from mallee.gateway.capsules.capsules import CapsuleInfo
 from mallee.gateway.metrics import GatewayMetrics
-from mallee.gateway.operator import decisions_body, workers_body
 from mallee.gateway.peers import Peers
 from mallee.gateway.requests.deltas import Delta
 from mallee.gateway.requests.lives import BranchLife
@@ -310,7 +310,7 @@ class FakeService:
         raise UnknownRequest(request)
 
     async def workers(self) -> dict[str, Any]:
-        return workers_body(self.router, {})
+        return workers_body(self.router.all_workers(), {})
 
     async def drain_worker(self, worker: WorkerId) -> None:
         raise NotFound(f"no worker {worker!r} here", param="worker", worker=worker)

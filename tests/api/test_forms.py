@@ -69,7 +69,9 @@ class Model:
         rng, ids = np.random.default_rng(seed), list[int]()
         size = self.inner.get_vocab_size()
         mask = allocate_token_bitmask(1, size)
-        closing = self.inner.encode("\n</parameter>").ids  # hardly ever drawn by chance
+        bar = "\uff5cDSML\uff5c" if "\uff5cDSML\uff5c" in self.tokenizer.added_tokens else ""
+        end = f"</{bar}parameter>" if bar else "\n</parameter>"
+        closing = self.inner.encode(end).ids  # hardly ever drawn by chance
         while not matcher.is_stopped() and len(ids) < 4000:
             if rng.random() < 0.1 and matcher.validate_tokens(closing) == len(closing):
                 assert matcher.consume_tokens(closing)

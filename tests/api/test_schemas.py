@@ -12,8 +12,9 @@ import pytest
 from llguidance import LLMatcher
 from msgspec import structs
 
+from mallee.api import schemas
 from mallee.api.grammars import json_schema
-from mallee.api.schemas import MAX_INT, enforceable
+from mallee.api.schemas import LIMITS, MAX_INT, byte_matcher, enforceable, fault_of
 from mallee.protocol.errors import InvalidParameter
 from mallee.runtime.config import HttpSettings
 from mallee.worker.model.sampling.grammar import TokenGrammars
@@ -221,6 +222,36 @@ def test_a_schema_of_a_thousand_levels_is_refused() -> None:
         schema = {"items": schema}
     with pytest.raises(InvalidParameter, match="nested too deeply"):
         enforceable(schema, "s")
+
+
+def test_whole_bounds_are_compared_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+    monkeypatch.setattr(schemas, "_fault", lambda part: compiled.append(part) or "")
+    many = {f"p{i}": {"type": "integer", "minimum": i, "maximum": 3 * i} for i in range(300)}
+    enforceable(thing(**many), "schema")
+    enforceable({"type": ["integer", "null"], "minimum": -9, "exclusiveMaximum": 9}, "schema")
+    assert not compiled
+    for bound in (1.5, 1 << 60):
+        enforceable({"type": "integer", "minimum": bound}, "schema")
+    assert len(compiled) == 2
+
+
+def test_whole_bounds_are_sound_where_the_compiler_says_so() -> None:
+    rng = random.Random(4)
+    ends = [0, 1, -1, 9, 10, 11, 999, -1000, 1 << 53, -(1 << 53), MAX_INT, -MAX_INT]
+    outcomes = set()
+    for _ in range(600):
+        bounds = {key: rng.choice(ends) for key in schemas._NUMBERS if rng.random() < 0.5}
+        part = {"type": "integer", **bounds}
+        matcher = byte_matcher(LLMatcher.grammar_from_json_schema(json.dumps(part)), LIMITS)
+        is_sound = not fault_of(matcher)
+        outcomes.add(is_sound)
+        if is_sound:
+            assert enforceable(part, "schema") == part
+        else:
+            with pytest.raises(InvalidParameter):
+                enforceable(part, "schema")
+    assert outcomes == {True, False}
 
 
 def test_keys_that_may_come_twice_count_once() -> None:

@@ -123,6 +123,10 @@ DEPLOYMENTS = [
         [{"name": "Worker", "autoscaling_config": {"max_replicas": 3}}],
         "Worker: autoscaling_config: give autoscaling.max_workers",
     ),
+    (
+        [{"name": "Gateway", "max_ongoing_requests": 5}],
+        "Gateway: max_ongoing_requests=5 < http.max_connections=4096: Ray Serve would hold",
+    ),
     ([{"name": "Broker", "num_replicas": 3}], "Broker: num_replicas=3: a fleet has one broker"),
     (
         [{"name": "Gateway", "ray_actor_options": {"num_cpus": 1}}],
@@ -265,6 +269,93 @@ def test_files_that_are_missing_are_named_where_that_is_asked_for(
     wrong = {**args, "mock": {"timing": "h2000"}}
     (fault,) = check(wrong, "--files").faults
     assert "timing='h2000' is no file" in fault
+    args = {**args, "recording": {"folder": "/proc/records"}}  # a folder that root, too, can't fill
+    (fault,) = check(serve_yaml(args=args), "--files").faults
+    assert "recording.folder='/proc/records': /proc can't be written by this user (No such" in fault
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (
+            {"engine": {"kv_gib": 900}},
+            "2 workers ask for 1800 GiB for KV (engine.kv_gib and host_gib)",
+        ),
+        ({"engine": {"kv_gib": 1, "host_gib": 9000}}, "2 workers ask for 18002 GiB for KV"),
+        ({"ray": {"worker_cpus": 512}}, "2 workers ask for 1024 CPUs (ray.worker_cpus)"),
+        ({"ray": {"worker_gpus": 64}, "engine": {"device": "cuda"}}, "2 workers ask for 128 GPUs"),
+        (
+            {
+                "engine": {"kv_gib": 900},
+                "nats_url": "nats://a:4222",
+                "links": {"secret_file": "/s"},
+            },
+            "1 workers ask for 900 GiB",  # others may have nodes of their own
+        ),
+    ],
+)
+def test_more_than_this_machine_has_is_a_note_and_on_a_node_a_fault(
+    check: Any, tmp_path: Path, settings: dict[str, Any], sentence: str
+) -> None:
+    (model := tmp_path / "model").mkdir()
+    content = {"model": str(make_folder(model)), "workers": 2, **settings}
+    answer = check(content)
+    assert answer.status == 0
+    assert f"note: {sentence}" in answer.output
+    assert "this machine has" in answer.output
+    answer = check(content, "--files")
+    assert sum(fault.startswith(sentence) for fault in answer.faults) == 1
+    (folder := tmp_path / "small").mkdir()
+    small = {"engine": {"kv_gib": 0.01}, "store": {"folder": str(folder)}}
+    assert "this machine has" not in check({"model": str(model), "workers": 1, **small}).output
+
+
+def test_options_that_the_running_serve_keeps_are_faults(
+    check: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P5 of a user's day: `serve deploy` takes another host without a word, and listens where it did."""
+    running: dict[str, Any] = {"proxy_location": "EveryNode", "http_options": None}
+    asked = list[str]()
+
+    class Client:
+        def __init__(self, address: str) -> None:
+            asked.append(address)
+            if address.endswith(":1"):
+                raise ConnectionError(
+                    f"Failed to connect to Ray at address: {address}.\nSecond line"
+                )
+
+        def get_serve_details(self) -> dict[str, Any]:
+            return running
+
+    monkeypatch.setattr("ray.dashboard.modules.serve.sdk.ServeSubmissionClient", Client)
+    monkeypatch.setenv("RAY_DASHBOARD_ADDRESS", "http://127.0.0.1:18265")
+    content = {**serve_yaml(), "proxy_location": "EveryNode"}
+    assert check(content, "--running").status == 0, "no Serve runs: it takes what it is given"
+    running["http_options"] = {"host": "127.0.0.1", "port": 8000, "root_path": ""}
+    assert check(content, "--running").status == 0
+    running["http_options"] |= {"host": "0.0.0.0", "port": 8001}
+    faults = check(content, "--running").faults
+    rest = " until `serve shutdown -y`, which ends all requests; then deploy again"
+    assert faults == [
+        f"http_options.host='127.0.0.1' would be ignored: the Serve that runs has '0.0.0.0'{rest}",
+        f"http_options.port=8000 would be ignored: the Serve that runs has 8001{rest}",
+    ]
+    (fault,) = check(
+        {
+            **serve_yaml(),
+            "proxy_location": "HeadOnly",
+            "http_options": {"host": "0.0.0.0", "port": 8001},
+        },
+        "--running",
+    ).faults
+    assert fault.startswith("proxy_location='HeadOnly' would be ignored")
+    assert set(asked) == {"http://127.0.0.1:18265"}
+    monkeypatch.setenv("RAY_DASHBOARD_ADDRESS", "http://127.0.0.1:1")
+    answer = CliRunner().invoke(cli, ["check", str(ROOT / "serve.yaml"), "--running"])
+    assert isinstance(answer.exception, ConfigError)
+    assert "at RAY_DASHBOARD_ADDRESS=http://127.0.0.1:1 (Failed to connect" in str(answer.exception)
+    assert "Second line" not in str(answer.exception)
 
 
 def test_weights_in_a_form_that_is_not_computed_are_a_fault_before_a_deploy(
@@ -282,8 +373,10 @@ def test_weights_in_a_form_that_is_not_computed_are_a_fault_before_a_deploy(
     assert "planned" in fault
 
 
-@pytest.mark.parametrize("options", ["--picker --router", "--picker --files", "--router --broker"])
+@pytest.mark.parametrize(
+    "options", ["--picker --router", "--picker --files", "--router --broker", "--picker --running"]
+)
 def test_options_that_would_look_at_nothing_are_refused(options: str) -> None:
     answer = CliRunner().invoke(cli, ["check", str(ROOT / "serve.yaml"), *options.split()])
     assert isinstance(answer.exception, ConfigError)
-    assert "--files and --broker" in str(answer.exception)
+    assert "--files, --broker and --running" in str(answer.exception)

@@ -15,7 +15,7 @@ from mallee.cli import settings
 from mallee.cli.main import cli
 from mallee.cli.metrics import declared, document
 from mallee.gateway.access.access import Access
-from mallee.gateway.access.keys import digest
+from mallee.gateway.access.keys import digest, read_file
 from mallee.protocol.errors import ConfigError
 from mallee.runtime.config import AppConfig, sections
 
@@ -115,6 +115,32 @@ def test_a_new_key_opens_the_service_that_has_its_entry(tmp_path: Path) -> None:
     assert printed("keys", "check", str(file)) == {
         "file": str(file), "right": True, "keys": ["alice"]
     }  # fmt: skip
+
+
+def test_a_new_key_goes_into_its_file_with_its_limits(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    limits = {
+        "expires": "2130-01-01T00:00:00Z",
+        "weight": 2.0,
+        **dict.fromkeys(("requests_per_minute", "tokens_per_minute", "max_running"), 3),
+        **dict.fromkeys(("max_branches", "max_capsules", "max_capsule_tokens"), 4),
+    }
+    options = [
+        word
+        for name, value in limits.items()
+        for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
+    for name in ("alice", "bob"):
+        told = printed("keys", "new", name, "--into", str(file), *options)
+        assert told["entry"] == {**told["entry"], **limits}
+    alice, bob = read_file(file)
+    assert bob.sha256 == digest(told["key"])
+    assert alice.model_dump(mode="json", include=set(limits)) == limits
+    answer = CliRunner().invoke(
+        cli, ["keys", "new", "c", "--into", str(file), "--expires", "2130-01-01"]
+    )
+    assert "expires needs a time zone" in str(answer.exception)
+    assert len(read_file(file)) == 2
 
 
 def test_faults_of_names_roles_and_files_of_keys_are_named(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from mallee.client.view import live, render
 from mallee.protocol.api.capsules import ImportRequest
 from mallee.protocol.api.generate import ChatRequest, CompletionRequest, ForkRequest, RestoreRequest
 from mallee.protocol.api.shared import Extras
-from mallee.protocol.errors import CapsulesFull
+from mallee.protocol.errors import CapsulesFull, ConfigError
 from support.blocking import TARGET, generated
 from support.scripted_api import EXTRAS, GOOD, Script, chunk
 
@@ -88,6 +88,22 @@ def test_the_servers_errors_keep_their_type_and_text(server: Script) -> None:
         assert "starting or stopping" in health["reason"]
         with pytest.raises(InvalidParameter, match="either prompt or messages"):
             client.stream()
+
+
+@pytest.mark.parametrize("proxy", ["http://127.0.0.1:1", "socks5://127.0.0.1:1", "wais://a:1"])
+def test_loopback_is_reached_past_proxies_of_the_environment(
+    server: Script, proxy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a proxy that can't be used for others is refused in a sentence with the remedy."""
+    monkeypatch.delenv("no_proxy", raising=False)
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.setenv(name, proxy)
+    for url in (server.url, server.url.replace("127.0.0.1", "localhost")):
+        with Mallee(url) as client:
+            assert client.health() == {"status": "unavailable"}
+    if not proxy.startswith("http"):
+        with pytest.raises(ConfigError, match=r"proxy that the environment names .* no_proxy"):
+            Mallee("http://mallee.example:8000")
 
 
 DELETED = ("DELETE", "/v1/capsules/req_1.0")

@@ -76,6 +76,17 @@ async def test_a_full_store_is_told_until_it_takes_something_again() -> None:
         assert gateway.operator.health()["store"] == "down"
 
 
+async def test_a_fault_of_the_file_of_keys_is_in_the_health() -> None:
+    """Requests go on: the keys before it hold."""
+    async with fleet(workers=1) as f:
+        operator = f.gateways[0].operator
+        assert operator.health()["keys"] == "ok"
+        operator.key_fault = lambda: "keys.yaml: no YAML, line 3"
+        health = operator.health()
+        assert (health["status"], health["keys"]) == ("degraded", "keys.yaml: no YAML, line 3")
+        assert operator.is_serving
+
+
 async def test_with_the_broker_gone_requests_still_work_and_the_index_converges_after() -> None:
     """K7, X8, part: routing goes on without the broker; afterwards the index equals what is held."""
     async with fleet(workers=2, gateways=2) as f:

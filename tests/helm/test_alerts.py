@@ -202,6 +202,15 @@ CASES: dict[str, Case] = {
         of(f'{G0},reason="session_bytes"', session_records_stopped_total="0x25 1x5"),
     ),
     "MalleeFilesNearLimit": Case(files("1000x30"), files("100x30")),
+    "MalleeKeysRefused": Case(
+        of(keys_refused="0x10 1x20") | of(G1, keys_refused="0x30"), of(keys_refused="0x30")
+    ),
+    # The time of these tests begins at the epoch; 0: nothing expires.
+    "MalleeExpiresSoon": Case(
+        of(f'{G0},of="key"', expiry_timestamp_seconds="500000x30"),
+        of(f'{G0},of="key"', expiry_timestamp_seconds="700000x30")
+        | of(f'{G0},of="certificate"', expiry_timestamp_seconds="0x30"),
+    ),
 }
 
 

@@ -42,6 +42,9 @@ EVERYTHING: Mapping[str, Any] = merged(
         "modelDownload": {"tokenSecret": "hub", "endpoint": "https://hub.example"},
         "modelVolume": {"storageClass": "fast"},
         "image": {"pullSecrets": ["pull"]},
+        "extraVolumes": [{"name": "extra", "configMap": {"name": "mine"}}],
+        "extraVolumeMounts": [{"name": "extra", "mountPath": "/extra"}],
+        "serviceAccountName": "mine",
         "workers": {
             "runtimeClassName": "nvidia",
             "env": [{"name": "A", "value": "b"}],
@@ -185,6 +188,10 @@ def test_processes_are_no_root_and_write_to_scratch_alone(case: str) -> None:
         scales = CASES[case].get("autoscaling", {}).get("pods", True)
         asks = component == "picker" or (component == "head" and scales)
         assert pod["spec"]["automountServiceAccountToken"] == asks
+        mine = CASES[case].get("serviceAccountName")
+        of_picker = "mallee-picker" if component == "picker" else None
+        account = mine if component in ("gateway", "worker") else of_picker
+        assert pod["spec"].get("serviceAccountName") == account
     for component, container in containers(made(case)):
         security = container["securityContext"]
         assert security["readOnlyRootFilesystem"], (component, container["name"])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from support.chart import CHART, MINIMAL, NAMESPACE, PICKERS, Object, merged
-from support.fake_kubernetes import Kubernetes, kubernetes
+from support.fake_kubernetes import KINDS, Kubernetes, kubernetes
 
 pytestmark = pytest.mark.process
 
@@ -71,6 +71,18 @@ def test_secrets_are_made_once_kept_over_upgrades_and_taken_away_with_the_releas
     release.upgrade({"timeSlicing": {"replicas": 2}, "ingress": {"enabled": True, "host": "x"}})
     assert len(cluster.objects) > 15
     release.helm.uninstall("mallee")
+    assert cluster.objects == {}
+
+
+def test_a_kuberay_that_is_too_old_is_refused_before_anything_is_made(
+    cluster: Kubernetes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RayCronJob came with 1.6, as `authOptions.secretName` did, which older CRDs would drop."""
+    from helm_python import HelmError
+
+    monkeypatch.delitem(KINDS["ray.io/v1"], "RayCronJob")
+    with pytest.raises(HelmError, match=r"KubeRay here is older than 1\.6"):
+        Release(cluster).install({})
     assert cluster.objects == {}
 
 

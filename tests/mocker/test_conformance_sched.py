@@ -9,8 +9,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.mocker.policies import Fcfs, make_order
 from mallee.mocker.passes import mock_spec
-from mallee.mocker.policies import Fcfs, make_order
 from mallee.protocol.events import Removed, Stored, unpack_hashes
 from mallee.protocol.hashing import block_hashes
 from mallee.protocol.ids import Incarnation, WorkerId

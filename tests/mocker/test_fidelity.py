@@ -3,10 +3,14 @@
 import random
 from collections.abc import Sequence
 
+import pytest
+
 from bench.mocker import fidelity_engine as fidelity
+from bench.mocker import fidelity_vllm as vllm
 from mallee.mocker.measure import Profiler, Sweep
 from mallee.mocker.passes import mock_spec
-from mallee.mocker.timing.files import TimingFile
+from mallee.mocker.timing.files import GridData, TimingFile
+from mallee.mocker.timing.grid import Decodes, Prefills
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.testing.forward import MockForward
 from mallee.worker.engine import Engine
@@ -85,3 +89,25 @@ def test_a_profile_predicts_another_workload() -> None:
     timing = profile.timing()
     assert timing.shares_reads
     assert timing.step_s([], 16, 16 * 512) > timing.step_s([], 4, 4 * 512)
+
+
+def test_a_machine_of_another_speed_explains_an_error() -> None:
+    """X22, part: a scene is equal to itself, and one of a faster machine once its probes are known."""
+    prefill = Prefills((16, 512), (0, 448), ((0.03, 0.04), (0.5, 0.6)))
+    decode = Decodes((1, 8), (32, 448), ((0.02, 0.021), (0.03, 0.036)))
+    timing = TimingFile(request_s=0.01, model=GridData(prefill, decode))
+    scenes = vllm.scenes(8.0, 1.0, is_quick=True)
+    assert list(scenes) == ["0.7x, seed 1", "1.4x, seed 1", "3x, seed 1", "3x, long answers"]
+    for requests in scenes.values():
+        assert any(request.parent >= 0 for request in requests)
+        faster = vllm.told_figures(vllm.told(requests, timing, 1.25))
+        plain = vllm.compare(faster, vllm.told_figures(vllm.told(requests, timing)))
+        assert not plain["holds"]
+        assert plain["off"]["itl_p50"] > 0.2
+        step_s = timing.timing().step_s
+        probe = vllm.Probe((0.01 + step_s([(256, 0)], 0, 0)) / 1.25, step_s([], 1, 16) / 1.25)
+        speed = vllm.speed_of([probe, probe], timing)
+        assert speed == pytest.approx(1.25)
+        known = vllm.compare(faster, vllm.told_figures(vllm.told(requests, timing, speed)))
+        assert known["holds"]
+        assert known["off"]["throughput"] == pytest.approx(0.0, abs=1e-6)

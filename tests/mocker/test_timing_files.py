@@ -11,7 +11,7 @@ from mallee.mocker.timing import Timing, load_timing
 from mallee.mocker.timing.dynamo import DynamoTable, gridded, load_npz
 from mallee.mocker.timing.files import GridData, TimingFile, read_timing
 from mallee.mocker.timing.grid import Decodes, Prefills
-from mallee.mocker.timing.profiles import DEFAULT_TIMING, fits_table, fitted, timing_names
+from mallee.mocker.timing.profiles import DEFAULT_TIMING, fits_table, fitted, kv_room, timing_names
 from mallee.protocol.errors import ConfigError
 
 ISL, TTFT = [100.0, 1000.0, 4000.0], [0.02, 0.05, 0.2]
@@ -243,3 +243,20 @@ def test_the_shipped_profiles_state_their_errors() -> None:
             assert fit.decode_error.median < 0.1
         assert fit.kv_tokens > 10_000
         assert fit.is_guess == (fit.prefill_error is None)
+
+
+def test_the_page_has_a_timing_file_of_six_lines(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "mock.md").read_text()
+    text = page.split("```json\n")[1].split("```")[0]
+    assert len(text.splitlines()) == 6
+    file = tmp_path / "own.json"
+    file.write_text(text)
+    timing = load_timing(str(file))
+    assert timing.model.prefill_s(2048, 32768) == pytest.approx(0.14)
+    assert kv_room(str(file)).token_nbytes == 131072
+    file.write_text(text.replace("0.09,", "-1,"))
+    with pytest.raises(ConfigError, match=r"prefill.seconds\[1\]\[0\]=-1: must be more than 0"):
+        load_timing(str(file))
+    file.write_text(text.replace("0.02,", '"fast",'))
+    with pytest.raises(ConfigError, match=r"got `str` - at `\$.model.decode.seconds\[1\]\[0\]`"):
+        load_timing(str(file))

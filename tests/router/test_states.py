@@ -2,7 +2,7 @@
 
 import pytest
 
-from mallee.gateway.operator import decisions_body
+from mallee.gateway.bodies import decisions_body
 from mallee.protocol.hashing import block_hashes
 from mallee.protocol.ids import RequestId
 from mallee.protocol.model import GroupSpec

@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from mallee.mocker.policies import make_order
+from bench.mocker.policies import make_order
 from mallee.mocker.texts import Texts
 from mallee.protocol.messages import (
     Cancel,

@@ -85,6 +85,10 @@ class Backend:
             writer.transport.abort()
         await until(lambda: not self._writers)
 
+    def stop_listening(self) -> None:
+        """Take no new connections; those that are open stay."""
+        self._server.close()
+
     async def left(self, writer: asyncio.StreamWriter) -> None:
         """Return once the other side has ended the connection."""
         with suppress(OSError):

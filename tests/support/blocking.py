@@ -22,6 +22,7 @@ HEAD: Final = """\
 DOCUMENT: Final = "The synchronous client: sends, waits and closes. Its twin is `aio`."
 
 NAMES: Final = {
+    "anext": "next",
     "aread": "read",
     "aclose": "close",
     "aiter_raw": "iter_raw",

@@ -12,8 +12,10 @@ import yaml
 CHART: Final = Path(__file__).resolve().parents[2] / "helm" / "mallee"
 SCHEMA: Final = CHART / "values.schema.json"
 NAMESPACE: Final = "llm"
-MINIMAL: Final[Mapping[str, Any]] = {"model": "Qwen/Qwen3-0.6B"}
+IMAGE: Final[Mapping[str, Any]] = {"image": {"repository": "registry.example/mallee"}}
+MINIMAL: Final[Mapping[str, Any]] = {**IMAGE, "model": "Qwen/Qwen3-0.6B"}
 PICKERS: Final[Mapping[str, Any]] = {  # alone, without Ray
+    **IMAGE,
     "ray": {"enabled": False},
     "picker": {
         "enabled": True,
@@ -48,12 +50,12 @@ def values_of(file: str) -> Object:
 
 
 def rendered(*values: Mapping[str, Any], name: str = "mallee") -> dict[str, str]:
-    """Manifests by their template. Raises Refused."""
+    """Manifests by their template, of an image unless the values say otherwise. Raises Refused."""
     from helm_python import Chart, HelmError  # not on every platform
 
     with Chart.load(CHART) as chart:
         try:
-            return chart.render(merged(*values), name=name, namespace=NAMESPACE)
+            return chart.render(merged(IMAGE, *values), name=name, namespace=NAMESPACE)
         except HelmError as error:
             raise Refused(str(error)) from error
 
@@ -62,7 +64,7 @@ def faults(values: Mapping[str, Any]) -> list[str]:
     """Faults that `helm lint --strict` finds."""
     from helm_python.chart import lint  # not on every platform
 
-    report = lint(CHART, dict(values), strict=True, namespace=NAMESPACE)
+    report = lint(CHART, merged(IMAGE, values), strict=True, namespace=NAMESPACE)
     severe = [each["error"] for each in report["messages"] if each["severity"] > 1]
     return [*severe, *report["errors"]]
 

@@ -70,6 +70,12 @@ SAME: Final[Mapping[str, str]] = {
 _TEXTS: Final = {"type": "object", "additionalProperties": {"type": "string"}}
 _NAME: Final = {"pattern": r"^$|^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$"}
 _QUANTITY: Final = {"pattern": r"^[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti)$"}
+# A bare number would be written as Helm reads it (1000000: 1e+06), and Kubernetes refuses it.
+_VARIABLE: Final = {
+    "type": "object",
+    "required": ["name"],
+    "properties": {"name": {"type": "string"}, "value": {"type": "string"}},
+}
 _PORT: Final = {"type": "integer", "minimum": 1, "maximum": 65535}
 # Of single values, or of all that end so, beyond what their default shows. The first that matches counts.
 KUBERNETES: Final[Mapping[str, Schema]] = {
@@ -78,7 +84,9 @@ KUBERNETES: Final[Mapping[str, Schema]] = {
     "*.perPod": {"minimum": 1},
     "*.maxPods": {"minimum": 1},
     "*.cpus": {"type": "number", "exclusiveMinimum": 0, "minimum": None},
+    "gateways.memory": {"pattern": "^$|" + _QUANTITY["pattern"]},
     "*.memory": _QUANTITY,
+    "*.env": {"items": {"$ref": "#/$defs/Variable"}},
     "workers.disk.size": {"pattern": "^[1-9][0-9]*(Gi|Ti)$"},
     "*.size": _QUANTITY,
     "*.scratchSize": _QUANTITY,
@@ -122,7 +130,8 @@ def schema_of(values_yaml: str) -> str:
     made = _section(values, "", comments, {"settings": settings, "picker.settings": pickers})
     made["properties"]["global"] = {"type": "object"}
     head = {"$schema": "http://json-schema.org/draft-07/schema#", "title": "Values of the chart"}
-    return json.dumps({**head, **made, "$defs": {**definitions, **more}}, indent=1) + "\n"
+    defined = {**definitions, **more, "Variable": _VARIABLE}
+    return json.dumps({**head, **made, "$defs": defined}, indent=1) + "\n"
 
 
 def comments_of(values_yaml: str) -> Iterator[tuple[str, str]]:

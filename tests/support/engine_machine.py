@@ -16,8 +16,8 @@ from hypothesis.stateful import (
     rule,
 )
 
+from bench.mocker.policies import make_order
 from mallee.mocker.passes import mock_spec
-from mallee.mocker.policies import make_order
 from mallee.protocol.ids import branch_seed
 from mallee.protocol.messages import (
     Cancel,

@@ -31,7 +31,7 @@ KINDS: Final = {
     "rbac.authorization.k8s.io/v1": {"Role": "roles", "RoleBinding": "rolebindings"},
     "policy/v1": {"PodDisruptionBudget": "poddisruptionbudgets"},
     "networking.k8s.io/v1": {"NetworkPolicy": "networkpolicies", "Ingress": "ingresses"},
-    "ray.io/v1": {"RayService": "rayservices"},
+    "ray.io/v1": {"RayService": "rayservices", "RayCronJob": "raycronjobs"},
     "inference.networking.k8s.io/v1": {"InferencePool": "inferencepools"},
 }
 

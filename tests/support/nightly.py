@@ -4,9 +4,11 @@
 
 Parts: each file with the mark `process` by itself, two at a time; `properties`, the in-process property tests
 with fresh seeds and 100 examples; `stories`, those of faults in fleets with 500; `any gateway`, the tests of
-the API over a fleet, with three gateways that come and go (`support.any_gateway`); `clients`, `schemathesis`
-and `fuzz`, which the Makefile explains. `--only process` means all files. With `--times` the files run so
-many times under load instead (`support.rounds`).
+the API over a fleet, with three gateways that come and go (`support.any_gateway`);
+`speed`, the benches beside those of an earlier commit (`bench.guard`); `clients`, `schemathesis` and `fuzz`,
+which the Makefile explains.
+`--only process` means all files. With `--times` the files run so many times under load instead
+(`support.rounds`).
 The table is written after each part; parts that have not run keep what the last run wrote.
 """
 
@@ -116,6 +118,7 @@ def parts() -> list[Part]:
         Part("stories", stories, num_slots=SLOTS),
         Part("any gateway", ("env", "ANY_GATEWAY=1", *any_gateway), num_slots=SLOTS),
         Part("properties", properties, num_slots=SLOTS),
+        Part("speed", (sys.executable, "-m", "bench.guard"), num_slots=SLOTS, limit_s=2 * PART_S),
     ]
 
 

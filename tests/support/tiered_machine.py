@@ -7,7 +7,7 @@ import msgspec
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from mallee.mocker.policies import make_order
+from bench.mocker.policies import make_order
 from mallee.protocol import model
 from mallee.protocol.events import Removed, Stored, unpack_hashes
 from mallee.protocol.ids import Incarnation

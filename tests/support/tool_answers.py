@@ -8,6 +8,7 @@ a row, nested arguments, escapes, line breaks in texts, other spacing, and calls
 import json
 import random
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 from mallee.api.text.conversation import Function
@@ -90,18 +91,63 @@ def hermes(rng: random.Random, calls: list[tuple[str, Any]]) -> str:
     return rng.choice(["\n", "", "\n\n"]).join(parts)
 
 
-def qwen_coder(rng: random.Random, calls: list[tuple[str, Any]]) -> str:
-    def value(given: Any) -> str:
-        if isinstance(given, str):
-            return given
-        return str(given) if isinstance(given, bool) and rng.random() < 0.5 else json.dumps(given)
+def tagged_value(rng: random.Random, given: Any) -> str:
+    """A text as it is, all else as JSON or in Python's words."""
+    if isinstance(given, str):
+        return given
+    return str(given) if isinstance(given, bool) and rng.random() < 0.5 else json.dumps(given)
 
+
+def qwen_coder(rng: random.Random, calls: list[tuple[str, Any]]) -> str:
+    value = partial(tagged_value, rng)
     parts = []
     for name, given in calls:
         body = "".join(f"<parameter={k}>\n{value(v)}\n</parameter>\n" for k, v in given.items())
         call = f"<function={name}>\n{body}</function>"
         parts.append(f"<tool_call>\n{call}\n</tool_call>" if rng.random() < 0.8 else call)
     return "\n".join(parts)
+
+
+def glm(rng: random.Random, calls: list[tuple[str, Any]]) -> str:
+    gap = rng.choice(["\n", ""])  # 4.5 and 4.6, 4.7 and 5
+    parts = []
+    for name, given in calls:
+        keys = (f"<arg_key>{k}</arg_key>{gap}<arg_value>" for k in given)
+        values = (f"{tagged_value(rng, v)}</arg_value>{gap}" for v in given.values())
+        body = "".join(map("".join, zip(keys, values, strict=True)))
+        parts.append(f"<tool_call>{name}{gap}{body}</tool_call>")
+    return gap.join(parts)
+
+
+def minimax(rng: random.Random, calls: list[tuple[str, Any]]) -> str:
+    parts = []
+    for name, given in calls:
+        body = "".join(
+            f'<parameter name="{k}">{tagged_value(rng, v)}</parameter>\n' for k, v in given.items()
+        )
+        parts.append(f'<invoke name="{name}">\n{body}</invoke>\n')
+    return f"<minimax:tool_call>\n{''.join(parts)}</minimax:tool_call>"
+
+
+def dsml(rng: random.Random, calls: list[tuple[str, Any]]) -> str:
+    parts = []
+    for name, given in calls:
+        lines = []
+        for key, value in given.items():
+            is_text = rng.choice(["", f' string="{str(isinstance(value, str)).lower()}"'])
+            head = f'<｜DSML｜parameter name="{key}"{is_text}>'
+            lines.append(f"{head}{tagged_value(rng, value)}</｜DSML｜parameter>\n")
+        parts.append(f'<｜DSML｜invoke name="{name}">\n{"".join(lines)}</｜DSML｜invoke>\n')
+    return f"<｜DSML｜function_calls>\n{''.join(parts)}</｜DSML｜function_calls>"
+
+
+def kimi(rng: random.Random, calls: list[tuple[str, Any]]) -> str:
+    space = rng.choice(["", "", "\n"])
+    parts = []
+    for number, (name, given) in enumerate(calls, rng.choice([0, 12])):
+        head = f"<|tool_call_begin|>{space}functions.{name}:{number}<|tool_call_argument_begin|>"
+        parts.append(f"{head}{space}{written_json(rng, given)}{space}<|tool_call_end|>{space}")
+    return f"<|tool_calls_section_begin|>{space}{''.join(parts)}<|tool_calls_section_end|>"
 
 
 def llama(rng: random.Random, calls: list[tuple[str, Any]]) -> str:
@@ -148,6 +194,10 @@ WRITERS: Final[Mapping[str, Callable[[random.Random, list[tuple[str, Any]]], str
     "mistral": mistral,
     "deepseek_v3": deepseek,
     "gemma": gemma,
+    "glm45": glm,
+    "minimax_m2": minimax,
+    "deepseek_v32": dsml,
+    "kimi_k2": kimi,
 }
 # Marks with which no plain text of a family may begin, and no string of a call may have.
 BROKEN: Final = {
@@ -156,6 +206,13 @@ BROKEN: Final = {
     "llama3_json": ['{"name": "unknown", "parameters": {}}', '{"a": 1}', "<|python_tag|>print(1)"],
     "mistral": ['[TOOL_CALLS][{"name": "unknown", "arguments": {}}]', "[TOOL_CALLS]search[ARGS]x"],
     "deepseek_v3": ["<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>x"],
+    "glm45": ["<tool_call>unknown\n</tool_call>", "<tool_call>x<", "<tool_call>"],
+    "minimax_m2": ['<invoke name="unknown">\n</invoke>', "<minimax:tool_call></minimax:tool_call>"],
+    "deepseek_v32": ['<｜DSML｜invoke name="unknown">', "<｜DSML｜function_calls>"],
+    "kimi_k2": [
+        "<|tool_call_begin|>functions.unknown:0<|tool_call_argument_begin|>{}<|tool_call_end|>",
+        "<|tool_calls_section_begin|><|tool_call_begin|>x",
+    ],
     "gemma": ['```json\n{"a": 1}\n```', "```json\n[1, 2]\n```", "```tool_code\nimport os\n```"],
 }
 

@@ -349,7 +349,7 @@ def test_a_limit_inside_a_tree_counts_only_the_children_that_are_left() -> None:
 def test_azure_rows_have_no_text_in_common_and_times_with_and_without_zone(tmp_path: Path) -> None:
     workload = read_workload(DATA / "azure.csv")
     assert workload.kind == "azure"
-    assert list(workload) == [Request(0, 0.0, (), 4808, 10), Request(1, 1.052, (), 3180, 8)]
+    assert list(workload) == [Request(0, 0.0, [], 4808, 10), Request(1, 1.052, [], 3180, 8)]
     lines = ["2024-05-10 00:00:00.009930+00:00,10,3", "2024-05-10 00:00:01+00:00,10,0"]
     header = "TIMESTAMP,ContextTokens,GeneratedTokens"
     path = write(tmp_path, header, *lines, "2024-05-10T00:00:02Z,10,1")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mallee.mocker.policies import make_order
+from bench.mocker.policies import make_order
 from mallee.protocol.errors import (
     ContextLengthExceeded,
     DeviceMemoryExhausted,

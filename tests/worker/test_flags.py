@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from bench.mocker.policies import Fcfs
 from mallee.mocker.passes import mock_spec
-from mallee.mocker.policies import Fcfs
 from mallee.protocol.errors import ConfigError
 from mallee.protocol.messages import Command, Fork, Generate, Limits, Prefill, Sampling, pack_tokens
 from mallee.testing.forward import MockForward

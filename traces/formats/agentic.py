@@ -14,11 +14,12 @@ from mallee.traces.formats.rows import UNTIMED, Ids, Name, Row, read_row
 from mallee.traces.workload import NO_PARENT, Request, compact
 
 
-def read_agentic(
-    file: TraceFile, id_tokens: int, *, limit: int | None, has_hashes: bool
-) -> list[Request]:
-    """The first `limit` rows, each after those it waits for. Raises CodecError with line and field."""
-    return _Rows(file, id_tokens, Ids(are_hashes=has_hashes)).requests(limit)
+def read_agentic(file: TraceFile, id_tokens: int, *, has_hashes: bool) -> list[Request]:
+    """The file's first rows, as many as its limit, each after those it waits for.
+
+    Rows behind them are read only for those that they wait for. Raises CodecError with line and field.
+    """
+    return _Rows(file, id_tokens, Ids(are_hashes=has_hashes)).requests(file.limit)
 
 
 def class_of(*, is_fork: bool, branches: int, num_waits: int, has_session: bool) -> str:
@@ -42,6 +43,7 @@ class _Rows:
         self._lines: list[int] = []
         self._names: dict[str, int] = {}
         self._last_ms: dict[Name | None, float] = {}  # timestamps of sessions' last rows
+        ahead: set[str] = set()  # names that rows refer to and no row has yet
         for line, row in file.read(lambda n, raw: self._read(n, raw, id_tokens)):
             if row.request_id is not None:
                 self._names[str(row.request_id)] = len(self._rows)
@@ -49,6 +51,12 @@ class _Rows:
             row.hash_ids = []  # a list of numbers takes several times as much
             self._rows.append(row)
             self._lines.append(line)
+            if file.limit is not None:
+                ahead.discard(str(row.request_id))
+                named = {str(name) for name in (*row.wait_for, row.fork_of) if name is not None}
+                ahead |= named - self._names.keys()
+                if len(self._rows) >= file.limit and not ahead:
+                    break
         self._first_stuck = 0  # rows before it wait for none
         self._parents = [self._parent(index) for index in range(len(self._rows))]
         self._waits = self._dependencies()

@@ -36,24 +36,22 @@ def read_bailian(file: TraceFile, id_tokens: int, *, has_hashes: bool) -> Iterat
     numbers: dict[int, int] = {}
     sessions: dict[int, str] = {}
     ids = Ids(are_hashes=has_hashes)
-    last_s = float("-inf")
+    known: set[int] = set()
 
     def read(number: int, line: bytes) -> Chat:
         chat = file.decode(number, line, decoder)
-        if chat.chat_id in numbers:
+        if chat.chat_id in known:
             raise file.bad(number, f"chat_id {chat.chat_id} is there twice", "chat_id")
         if len(chat.hash_ids) > -(-chat.input_length // id_tokens):
             what = f"{len(chat.hash_ids)} hash_ids of {id_tokens} tokens for an input_length of"
             raise file.bad(number, f"{what} {chat.input_length}", "hash_ids")
-        if chat.timestamp < last_s:
-            what = f"timestamp {chat.timestamp} is before the line above's {last_s}"
-            raise file.bad(number, f"{what}; sort the rows by it", "timestamp")
+        known.add(chat.chat_id)
         return chat
 
     first_s: float | None = None
-    for number, (_, chat) in enumerate(file.read(read)):
-        last_s = chat.timestamp
-        first_s = last_s if first_s is None else first_s
+    chats = file.by_time(file.read(read), lambda chat: chat.timestamp)
+    for number, chat in enumerate(chats):
+        first_s = chat.timestamp if first_s is None else first_s
         parent = numbers.get(chat.parent_chat_id)
         numbers[chat.chat_id] = number
         session = str(chat.chat_id) if parent is None else sessions[chat.parent_chat_id]

@@ -12,6 +12,23 @@ _WORD: Final = re.compile(r"\w+|[^\w\s]")
 _ANSWER: Final = "\0"  # begins words that no message has
 
 
+class Texts:
+    """Ids of texts, block by block; equal text has equal ids."""
+
+    def __init__(self, block_words: int) -> None:
+        self._size = block_words
+        self._ids: dict[tuple[int, str], int] = {}  # by id before and words of the block
+
+    def ids(self, words: Sequence[str], last: int = -1) -> list[int]:
+        """Ids of the full blocks of `words`, which come behind block `last`."""
+        found: list[int] = []
+        for at in range(0, len(words) - self._size + 1, self._size):
+            key = last, " ".join(words[at : at + self._size])
+            last = self._ids.setdefault(key, len(self._ids))
+            found.append(last)
+        return found
+
+
 class _Frame:
     """A conversation under way."""
 
@@ -42,7 +59,7 @@ class Calls:
         self._conversations = conversations
         self._parents = parents
         self._size = id_tokens
-        self._ids: dict[tuple[int, str], int] = {}  # by id before and words of the block
+        self._texts = Texts(id_tokens)
         self._begun: set[str] = set()
 
     def of(self, root: Conversation, begin_s: float) -> list[Request]:
@@ -69,7 +86,7 @@ class Calls:
 
     def _call(self, frame: _Frame, calls: list[Request], session: str, begin_s: float) -> Request:
         turn = frame.turns[frame.turn]
-        words = [word for message in turn.messages for word in _words(message.text())]
+        words = [word for message in turn.messages for word in words_of(message.text())]
         before = [calls[other].arrival_s for other in {*frame.waits, frame.parent} - {NO_PARENT}]
         delay_s = turn.delay / 1000
         output = turn.max_tokens or ANSWER_TOKENS
@@ -100,11 +117,7 @@ class Calls:
         """Add `words` to what the conversation has."""
         frame.tokens += len(words)
         rest = frame.rest + words
-        last = frame.ids[-1] if frame.ids else -1
-        for at in range(0, len(rest) - self._size + 1, self._size):
-            key = last, " ".join(rest[at : at + self._size])
-            last = self._ids.setdefault(key, len(self._ids))
-            frame.ids.append(last)
+        frame.ids += self._texts.ids(rest, frame.ids[-1] if frame.ids else -1)
         frame.rest = rest[len(rest) - len(rest) % self._size :]
 
     def _children(self, frame: _Frame, place: int) -> list[_Frame]:
@@ -137,7 +150,7 @@ class Calls:
         return frames[::-1]
 
 
-def _words(text: str) -> list[str]:
+def words_of(text: str) -> list[str]:
     """Words and marks."""
     if text.replace(" ", "").isalnum():  # many times faster
         return text.split()

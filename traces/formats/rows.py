@@ -155,21 +155,16 @@ def read_plain(
 
 
 def _plain_rows(file: TraceFile, id_tokens: int, ids: Ids) -> Iterator[Row]:
-    """The file's rows, checked to be in order of time and without dependencies."""
-    last_ms = float("-inf")
+    """The file's rows by time, checked to be without dependencies."""
 
     def read(number: int, line: bytes) -> Row:
         row = read_row(file, number, line, id_tokens)
         if not row.is_plain:
             what = "sessions, dependencies or branches, but the rows at the begin have none"
             raise file.bad(number, f"{what}; read it as --kind agentic", "")
-        if row.timestamp < last_ms:
-            what = f"timestamp {row.timestamp} is before the line above's {last_ms}"
-            raise file.bad(number, f"{what}; sort the rows by timestamp", "timestamp")
         return row
 
-    for _, row in file.read(read):
-        last_ms = row.timestamp
+    for row in file.by_time(file.read(read), lambda row: row.timestamp):
         row.hash_ids = ids.named(row.hash_ids)
         yield row
 

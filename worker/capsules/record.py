@@ -154,16 +154,12 @@ def checked_record(raw: bytes, tokens: bytes, spec: ModelSpec, *, block_size: in
 
 def _check_continuation(rest: Continuation, num_tokens: int, vocab_size: int) -> None:
     """Raises InvalidParameter if no branch that left a text of `num_tokens` can be `rest`."""
-    rest.sampling.validate()
-    largest = max((token for token, _ in rest.sampling.logit_bias), default=0)
-    if largest >= vocab_size:
-        raise InvalidParameter("logit_bias", largest, f"token ids go from 0 to {vocab_size - 1}")
+    rest.sampling.validate(vocab_size)
     limits = rest.limits
-    if limits.reasoning is not None:
-        limits.reasoning.validate(vocab_size)
+    limits.validate(vocab_size)
     if not 0 <= rest.drawn < max(1, num_tokens) or rest.drawn > limits.max_tokens:
         raise InvalidParameter(
             "continuation.drawn", rest.drawn, f"{num_tokens} tokens, {limits.max_tokens} at most"
         )
-    if not 0 <= limits.min_tokens <= limits.max_tokens or rest.branch < 0:
-        raise InvalidParameter("min_tokens", limits.min_tokens, "give 0 to max_tokens")
+    if rest.branch < 0:
+        raise InvalidParameter("continuation.branch", rest.branch, "give 0 or more")

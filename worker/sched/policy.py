@@ -9,7 +9,7 @@ from mallee.worker.sched.branch import Branch
 class Order:
     """Fair between tenants and their sessions (`sessions.py`), in a session by priority, then by arrival.
 
-    Other orders are subclasses, to be compared with it (`mallee.mocker.policies`). Lower ranks go first.
+    Other orders are subclasses, to be compared with it (`bench.mocker.policies`). Lower ranks go first.
     """
 
     is_fair = (

@@ -16,6 +16,8 @@ _WANTED: Final = (
     "vllm:lora_requests_info",
     "vllm:request_prompt_tokens_sum",
     "vllm:request_prompt_tokens_count",
+    "vllm:prefix_cache_queries_total",
+    "vllm:prefix_cache_hits_total",
     "process_start_time_seconds",
 )
 _LINE = re.compile(r"(?P<name>[A-Za-z_:][A-Za-z0-9_:]*)(?:\{(?P<labels>.*)\})? +(?P<value>\S+)")
@@ -35,6 +37,8 @@ class PodReport(NamedTuple):
     adapters: tuple[str, ...]
     started_at: float | None  # seconds since the epoch
     is_vllm: bool = True
+    queried_tokens: int = 0  # of prompts that its prefix cache was asked for, so far
+    cached_tokens: int = 0  # those of them that it had
 
     @property
     def incarnation(self) -> int:
@@ -129,6 +133,8 @@ def read_metrics(text: str) -> PodReport:
         adapters=tuple(sorted(adapters)),
         started_at=started_at,
         is_vllm=is_vllm,
+        queried_tokens=int(sums["vllm:prefix_cache_queries_total"]),
+        cached_tokens=int(sums["vllm:prefix_cache_hits_total"]),
     )
 
 

@@ -98,6 +98,8 @@ class PodView(NamedTuple):
     waiting: int
     num_blocks_known: int  # of its cache, by its events
     num_gaps: int  # times that events of its were missing
+    queried_tokens: int  # of prompts, by its own count
+    cached_tokens: int  # of those, found in its cache
     left_out: Mapping[str, int]  # blocks in its events, by the reason why they were not taken in
     knowledge: Knowledge
 
@@ -182,6 +184,8 @@ class Pods:
             waiting=report.waiting,
             num_blocks_known=len(pod.contents.names),
             num_gaps=pod.contents.num_gaps,
+            queried_tokens=report.queried_tokens,
+            cached_tokens=report.cached_tokens,
             left_out=dict(pod.contents.names.left_out),
             knowledge=self.knowledge(pod),
         )

@@ -19,14 +19,15 @@ from mallee.actors.front.http.messages import (
 )
 from mallee.actors.front.placement import Refusal
 from mallee.actors.front.proxy.exchange import Exchange, Relay, Request
-from mallee.actors.front.proxy.selection import RELEASE, SELECT, Selection
+from mallee.actors.front.proxy.selection import SELECT, Selection
 from mallee.protocol.ids import RequestId
 
 MAX_HEAD_NBYTES: Final = 64 << 10
 MAX_LINES: Final = 256
 MAX_PIPELINED: Final = 8  # requests of a connection that wait; then nothing more of it is read
 LINGER_S: Final = 2.0  # after a refusal, for a client that is still sending
-OWN_PATHS: Final = (b"/router/", RELEASE)
+OWN_PATHS: Final = (b"/router/", b"/v1/router/")
+OWN_PAGES: Final = (b"/health", b"/metrics")
 _BAD: Final = "bad_request"
 
 
@@ -243,7 +244,10 @@ class ClientConnection(asyncio.Protocol):
             elif waiting.target.startswith(SELECT):
                 self._exchange = Selection(self._hub, self, waiting, self._hub.new_id())
                 self._exchange.begin()
-            elif waiting.target.startswith(OWN_PATHS):
+            elif (
+                waiting.target.startswith(OWN_PATHS)
+                or waiting.target.partition(b"?")[0] in OWN_PAGES
+            ):
                 self._hub.num_buffered -= len(waiting.body)
                 self._answer_own(waiting)
             else:

@@ -15,6 +15,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Final, Protocol
 
 from mallee.actors.front.http.backends import Backend, Backends
@@ -34,20 +35,27 @@ from mallee.actors.front.prompts import (
     SESSION_HEADERS,
     Prompt,
     cached_tokens,
+    drawn_tokens,
 )
-from mallee.actors.front.proxy.streams import DONE, GAP, Room, Stream, continuation, is_stream
+from mallee.actors.front.proxy.counts import End, ProxyCounts
+from mallee.actors.front.proxy.streams import DATA, DONE, GAP, Room, Stream, continuation, is_stream
+from mallee.gateway.access.visits import UNLIMITED
+from mallee.protocol.errors import MalleeError, PoisonRequest
 from mallee.protocol.ids import RequestId
 
 log = logging.getLogger(__name__)
 if TYPE_CHECKING:
     from mallee.actors.front.front import Front
-    from mallee.actors.front.proxy.counts import ProxyCounts
+    from mallee.actors.front.proxy.spans import ForwardSpans, ForwardTrace
 
 TAIL_PIECES: Final = 4
 TAIL_NBYTES: Final = 4096  # of an answer, with the usage in it
 TOUCH_S: Final = 60.0  # between two signs of life of a long answer's booking
 RACE_S: Final = 1.0  # a request that was sent longer ago than this has been read
 RETRY_AFTER_S: Final = 1
+MOST_DEATHS: Final = (
+    2  # of backends, the last of which had said nothing: it may be the request's fault
+)
 _OF_PROMPTS: Final = frozenset(name.encode() for name in (*SESSION_HEADERS, *OBJECTIVE_HEADERS))
 
 
@@ -61,6 +69,7 @@ class Request:
         self.body = b""
         self.is_http10 = False
         self.keeps = False  # the client wants to go on with its connection
+        self.visit = UNLIMITED
 
     def with_body(self, body: bytes) -> "Request":
         """The same with another body."""
@@ -105,12 +114,13 @@ class Relay(Protocol):
 
     front: "Front"
     backends: Backends
-    counts: "ProxyCounts"
+    counts: ProxyCounts
     retries: int
     silence_s: float
     now: float
     room: Room
     is_draining: bool
+    spans: "ForwardSpans | None"
 
 
 class Exchange:
@@ -127,6 +137,7 @@ class Exchange:
         self._prompt: Prompt | None = None
         self._address = self._reason = ""
         self._tried: list[str] = []
+        self._num_died = 0  # backends that were lost with this request
         self._backend: Backend | None = None
         self._head = b""  # kept until there is a body
         self._has_begun = False  # the client has bytes of the answer
@@ -136,11 +147,26 @@ class Exchange:
         self._is_framed = True  # the client knows where the answer ends
         self._keeps = request.keeps
         self._is_over = False
+        self._stays_booked = False  # when it is over
+        self._visit = ExitStack()
+        self._trace: ForwardTrace | None = None
+        self._num_pieces = 0  # of the answer, about a token each
         self._tail: deque[bytes] = deque(maxlen=TAIL_PIECES)
         self._heard_at = self._touched_at = relay.now
 
     def begin(self) -> None:
         """Read the prompt and go on: in a thread with a long one."""
+        if self._relay.spans is not None:
+            method = self.method.decode("latin-1")
+            self._trace = self._relay.spans.begin(method, self._path, self.request.lines)
+            if self._trace is not None:
+                self.request.lines = self._trace.lines
+        if self.request.body:
+            try:
+                self._visit.enter_context(self.request.visit)
+            except MalleeError as error:
+                self._refuse(Refusal.of(error))
+                return
         self._message = self.request.message()
         headers = self._headers()
         front, body, began = self._relay.front, self.request.body, time.perf_counter()
@@ -184,6 +210,12 @@ class Exchange:
         if not self.request.body:
             prompt = prompt._replace(max_tokens=1)
         self._prompt = prompt
+        if self.request.body:
+            try:
+                self.request.visit.begin(prompt.num_branches, prompt.num_tokens)
+            except MalleeError as error:
+                self._refuse(Refusal.of(error))
+                return
         outcome = self._place("")
         counts = self._relay.counts
         counts.decided(outcome, time.perf_counter() - began)
@@ -209,6 +241,8 @@ class Exchange:
         if not self._tried:
             self._relay.counts.picked(len(prompt.hashes), picked.overlap_blocks)
         self._address, self._reason = picked.endpoints[0], picked.reason
+        if self._trace is not None:
+            self._trace.chosen(self._address, self._reason, picked.overlap_blocks)
         self._picked(prompt, picked)
         return "picked"
 
@@ -222,15 +256,22 @@ class Exchange:
         if kept is not None:
             self._ask(kept)
         else:
+            self._next("connect")
             self._relay.front.tasks.spawn(self._connect(address))
 
-    async def _connect(self, address: str) -> None:
+    def _next(self, part: str) -> None:
+        """Another part of the course begins, for its spans."""
+        if self._trace is not None:
+            self._trace.next(part)
+
+    async def _connect(self, address: str, *, was_lost: bool = False) -> None:
+        """`was_lost`: a connection that was kept ended under the request."""
         backends = self._relay.backends
         try:
             backend = await backends.connect(address)
         except (OSError, TimeoutError) as error:
             if not self._is_over:
-                self._failed(str(error) or "no connection in time")
+                self._failed(str(error) or "no connection in time", died=was_lost)
             return
         if self._is_over:
             backends.keep(backend)
@@ -238,6 +279,7 @@ class Exchange:
             self._ask(backend)
 
     def _ask(self, backend: Backend) -> None:
+        self._next("first byte")
         self._backend = backend
         self._is_waiting = True
         self._heard_at = self._relay.now
@@ -276,51 +318,70 @@ class Exchange:
 
     def on_body(self, data: bytes, *, ends: bool) -> None:
         self._heard_at = self._relay.now
-        if self._is_waiting:
-            if not data and not ends:
-                return
-            if self._stream is not None and self._stream.splice is not None:
-                self._relay.counts.continued(is_resampled=self._stream.splice.is_resampled)
-            self._has_begun, self._is_waiting = True, False
-            self._relay.front.placement.first_token(self.id)
-            out, self._head = self._head, b""
-        else:
-            out = b""
-        if self._stream is not None:
+        if self._is_waiting and not data and not ends:
+            return
+        stream = self._stream
+        if stream is not None:
             try:
-                data = self._stream.take(data, ends=ends)
+                data = stream.take(data, ends=ends)
             except ValueError as error:
                 if ends:
                     self._backend = None  # it is kept already
                 self._cut(str(error))
                 return
-        if self._is_chunked:
-            if data:
-                out = b"%b%x\r\n%b\r\n" % (out, len(data), data)
-            if ends:
-                out += END
-        else:
-            out += data
-        if out:
-            self.client.write(out)
+            if stream.fault and self._is_waiting and not data:
+                self._failed_inside()
+                return
+        out = b""
+        if self._is_waiting:
+            if stream is not None and stream.splice is not None:
+                self._relay.counts.continued(is_resampled=stream.splice.is_resampled)
+            self._has_begun, self._is_waiting = True, False
+            self._next("answer")
+            self._relay.front.placement.first_token(self.id)
+            out, self._head = self._head, b""
         if data:
             self._tail.append(data)
+            self._num_pieces += data.count(DATA)
+        if stream is not None and stream.fault:
+            self.client.write(out + self._framed(data))
+            self._failed_inside()
+            return
+        out += self._framed(data)
+        if ends and self._is_chunked:
+            out += END
+        if out:
+            self.client.write(out)
         if ends:
             self._finish()
 
+    def _framed(self, data: bytes) -> bytes:
+        return b"%x\r\n%b\r\n" % (len(data), data) if data and self._is_chunked else data
+
+    def _failed_inside(self) -> None:
+        """The backend's engine failed, and its server lives to say so."""
+        backend, self._backend = self._backend, None
+        if backend is not None:
+            backend.abort()
+        self._lost("its engine failed")
+
     def on_lost(self, reason: str) -> None:
         backend, self._backend = self._backend, None
-        if not self._is_waiting:
-            self._broke(reason)
-        elif backend is not None and not backend.is_fresh and self._may_be_unread:
-            self._relay.front.tasks.spawn(self._connect(self._address))
+        if backend is not None and not backend.is_fresh and self._may_be_unread:
+            self._relay.front.tasks.spawn(self._connect(self._address, was_lost=True))
         else:
-            self._failed(reason)
+            self._lost(reason)
+
+    def _lost(self, reason: str) -> None:
+        if self._is_waiting:
+            self._failed(reason, died=True)
+        else:
+            self._broke(reason)
 
     @property
     def _may_be_unread(self) -> bool:
         """Whether the backend may have ended a kept connection while the request was on its way."""
-        return not self._head and self._relay.now < self._heard_at + RACE_S
+        return self._is_waiting and not self._head and self._relay.now < self._heard_at + RACE_S
 
     # From the client and the clock
 
@@ -332,8 +393,7 @@ class Exchange:
     def abandon(self) -> None:
         """The client is gone: so is the request, at the backend too."""
         if not self._is_over:
-            self._relay.counts.ended("client_gone")
-            self._end()
+            self._end("client_gone")
 
     def sweep(self) -> None:
         """Look whether the backend has been silent for too long."""
@@ -362,14 +422,23 @@ class Exchange:
             (ready if served is None else ready & {*served}) - {*self._tried, self._address}
         )
 
-    def _failed(self, reason: str) -> None:
-        """Nothing of an answer, or of its rest, has come: try another backend."""
+    def _failed(self, reason: str, *, died: bool = False) -> None:
+        """Nothing of an answer, or of its rest, has come: try another backend.
+
+        `died`: with this request on it. After the second one it is not sent to a third.
+        """
         failure = f"backend {self._address}: {reason}"
         log.warning("%s", failure)
+        if self._trace is not None:
+            self._trace.failed("backend_failed", then="failover")
         self._relay.front.placement.free(self.id)
         self._head = b""
+        self._num_died += died
         if len(self._tried) >= self._relay.retries:
             self._refuse(Refusal(502, "backend_failed", failure, RETRY_AFTER_S))
+            return
+        if died and self._num_died >= MOST_DEATHS:
+            self._refuse(Refusal.of(PoisonRequest(self._num_died, failure)))
             return
         self._tried.append(self._address)
         if not self._has_begun:
@@ -378,6 +447,9 @@ class Exchange:
 
     def _broke(self, reason: str) -> None:
         """The answer can't go on from this backend."""
+        self._num_died += 1
+        if self._trace is not None:
+            self._trace.failed("backend_lost", then="failover")
         kept = None if self._stream is None else self._stream.lost()
         if kept is None or len(self._tried) >= self._relay.retries:
             self._cut(reason)
@@ -422,32 +494,43 @@ class Exchange:
     def _cut(self, reason: str) -> None:
         """The client must see that the answer is not whole."""
         log.warning("backend %s: an answer broke: %s", self._address, reason)
-        self._relay.counts.ended("cut")
-        self._end()
+        if self._stream is not None and self._has_begun:
+            self.client.write(self._framed(self._stream.fault))
+        self._end("cut")
         self.client.cut(is_framed=self._is_framed)
 
     def _refuse(self, refusal: Refusal) -> None:
         if self._has_begun:
             self._cut(refusal.message)
             return
-        self._relay.counts.ended("refused")
-        self._end()
+        self.status = refusal.status
+        self._end("refused")
         self.client.refuse(refusal)
 
     def _finish(self) -> None:
         self._backend = None  # it is kept already
-        cached = cached_tokens(b"".join(self._tail)[-TAIL_NBYTES:])
+        cached = cached_tokens(self._last_nbytes)
         if cached is not None:
             self._relay.front.placement.observe_hit(self.id, cached)
-        self._relay.counts.ended("answered")
-        self._end()
+        self._end("answered")
         self.client.finished(keeps=self._keeps)
 
-    def _end(self) -> None:
+    @property
+    def _last_nbytes(self) -> bytes:
+        return b"".join(self._tail)[-TAIL_NBYTES:]
+
+    def _end(self, how: End) -> None:
         self._is_over = True
+        self._relay.counts.ended(how)
+        if self._num_pieces or self._tail:
+            self.request.visit.charge(drawn_tokens(self._last_nbytes) or self._num_pieces)
+        self._visit.close()
+        if self._trace is not None:
+            self._trace.end(self.status, how)
         if self._stream is not None:
             self._stream.forget()
         backend, self._backend = self._backend, None
         if backend is not None:
             backend.abort()
-        self._relay.front.placement.free(self.id)
+        if not self._stays_booked:
+            self._relay.front.placement.free(self.id)

@@ -5,7 +5,8 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
-from typing import ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+from urllib.parse import parse_qs
 
 import msgspec
 
@@ -19,12 +20,23 @@ from mallee.actors.front.proxy.exchange import Request
 from mallee.actors.front.proxy.selection import RELEASE, booking, named
 from mallee.actors.front.proxy.streams import Room
 from mallee.gateway.access.access import Access
-from mallee.protocol.errors import Unauthorized
+from mallee.gateway.bodies import decisions_body, workers_body
+from mallee.protocol.errors import NotFound, Unauthorized
+from mallee.protocol.ids import RequestId, WorkerId
+from mallee.router.views import away
 from mallee.runtime.addresses import listener
 from mallee.runtime.telemetry.families import CONTENT_TYPE, exposition
+from mallee.runtime.telemetry.tracing.provider import Tracing, open_tracing
+
+if TYPE_CHECKING:
+    from mallee.actors.front.proxy.spans import ForwardSpans
 
 SWEEP_S: Final = 0.25
 BACKLOG: Final = 1024
+HEALTH: Final = (b"/health", b"/router/health")
+PAGES: Final = (
+    *("/health", "/metrics", "/router/backends", "/v1/router/workers", "/v1/router/explain"),
+)
 
 
 class Proxy(Front):
@@ -51,15 +63,17 @@ class Proxy(Front):
         self.is_draining = False
         self.now = 0.0  # of the loop, as of the last sweep
         self.port = 0
-        self._access = Access(config.keys_path, os.environ)
-        self.tasks.include(self._access.tasks)
+        self.access = Access(config.keys_path, os.environ)
+        self._tracing = open_tracing("router", self.name)
+        self.spans = None if self._tracing is None else _spans(self._tracing)
+        self.tasks.include(self.access.tasks)
         self._server: asyncio.Server | None = None
 
     async def _open(self) -> None:
         host, _, port = self.config.listen.rpartition(":")
         host = host.strip("[]")
-        self._access.check_listening(host)
-        self._access.start_up()
+        self.access.check_listening(host)
+        self.access.start_up()
         loop = asyncio.get_running_loop()
         self.now = loop.time()
         self._server = await loop.create_server(
@@ -80,7 +94,9 @@ class Proxy(Front):
                     await asyncio.sleep(0.01)
         for connection in list(self.connections):
             connection.cut_off()
-        await self._access.close()
+        await self.access.close()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
 
     async def _sweep(self) -> None:
         """Look at every connection now and then: a timer for each would cost more."""
@@ -92,43 +108,83 @@ class Proxy(Front):
             await asyncio.sleep(SWEEP_S)
 
     def admit(self, request: Request) -> Refusal | None:
-        """Refuses those without a key, where there are keys."""
-        if not self._access.has_keys or request.target == b"/router/health":
+        """Refuses those without a key, where there are keys; limits of the key count in `visit`."""
+        if not self.access.has_keys or request.target in HEALTH:
             return None
         try:
-            self._access.caller(_token(request), None)
+            request.visit = self.access.caller(_token(request), None).visit
         except Unauthorized as error:
-            return Refusal(error.status, error.code, error.message)
+            return Refusal.of(error)
         return None
 
     def hand_over(self, request: Request) -> None:
         """Keep the router's keys from the backends, and show them their own."""
         own = self.backends.credentials
-        if own is not None or self._access.has_keys:
+        if own is not None or self.access.has_keys:
             request.lines = [each for each in request.lines if each[0] not in CREDENTIALS]
         if own is not None:
             request.lines.append(own)
 
     def page(self, request: Request) -> Page | Refusal:
         """A page of our own: those beside the health are an operator's."""
-        path = request.target.partition(b"?")[0]
-        if path == b"/router/health":
+        path, _, query = request.target.decode("latin-1").partition("?")
+        path = path.removeprefix("/router")
+        if path == "/health":
             return self._health()
-        if path == RELEASE:
+        if request.target == RELEASE:
             return self._release(request.body)
-        if not self._access.is_operator(_token(request)):
+        if not self.access.is_operator(_token(request)):
             return Refusal(403, "forbidden", "give an operator's key")
-        if path == b"/router/metrics":
-            self.counts.show(self.pods, self.router)
-            return Page(200, b"".join(exposition(self.counts.registry, "")), CONTENT_TYPE.encode())
-        if path == b"/router/backends":
-            views = [view._asdict() | view.knowledge._asdict() for view in self.pods.views()]
-            for view in views:
-                del view["knowledge"]  # its fields stand beside the others
-            return Page(200, msgspec.json.encode({"backends": views}))
-        return Refusal(
-            404, "not_found", "pages here: /router/health, /router/metrics, /router/backends"
-        )
+        match path:
+            case "/metrics":
+                self.counts.show(self.pods, self.router)
+                page = b"".join(exposition(self.counts.registry, ""))
+                return Page(200, page, CONTENT_TYPE.encode())
+            case "/backends":
+                views = [view._asdict() | view.knowledge._asdict() for view in self.pods.views()]
+                for view in views:
+                    del view["knowledge"]  # its fields stand beside the others
+                return Page(200, msgspec.json.encode({"backends": views}))
+            case "/v1/router/workers":
+                return Page(200, msgspec.json.encode(self._workers()))
+            case "/v1/router/explain":
+                return self._decisions({key: value[-1] for key, value in parse_qs(query).items()})
+        return Refusal(404, "not_found", f"pages here: {', '.join(PAGES)}")
+
+    def _workers(self) -> dict[str, Any]:
+        """The backends as a service lists its workers; those that get no requests are among them."""
+        pods = {WorkerId(pod.address): pod for pod in self.pods.views()}
+        found = {view.worker: view for view in self.router.all_workers()}
+        body = workers_body([found.get(name) or away(name) for name in pods], {})
+        for row in body["data"]:
+            pod = pods[row["worker"]]
+            row |= {"cache": pod.knowledge.state, "cache_reason": pod.knowledge.reason}
+            row["use"] = {
+                "running_branches": pod.running,
+                "waiting_branches": pod.waiting,
+                "live_blocks": row["active_blocks"],
+                "cached_blocks": pod.num_blocks_known,
+                "capsules": 0,
+                "cached_tokens": pod.cached_tokens,
+                "prefill_tokens": max(0, pod.queried_tokens - pod.cached_tokens),
+                "evicted_blocks": 0,
+                "preemptions": 0,
+            }
+        return body
+
+    def _decisions(self, query: dict[str, str]) -> Page | Refusal:
+        """The last decisions, as a service explains them."""
+        name = query.get("request")
+        try:
+            limit, most = (int(query.get(key, 16)) for key in ("limit", "candidates"))
+        except ValueError:
+            return Refusal(400, "bad_request", "limit and candidates are numbers")
+        try:
+            request = None if name is None else RequestId(name)
+            body = decisions_body(self.router, request, max(1, limit), max(1, most))
+        except NotFound as error:
+            return Refusal.of(error)
+        return Page(200, msgspec.json.encode(body))
 
     def _release(self, raw: bytes) -> Page | Refusal:
         """End the booking of a selection."""
@@ -152,11 +208,18 @@ class Proxy(Front):
         num_ready = len(self.router.workers())
         is_well = self.is_ready and not self.is_draining and num_ready > 0
         found = {
-            "status": "ok" if is_well else "unavailable",
+            "status": ("degraded" if states.get("blind") else "ok") if is_well else "unavailable",
+            "gateway": self.name,
             "ready": num_ready,
             "backends": states,
         }
         return Page(200 if is_well else 503, msgspec.json.encode(found))
+
+
+def _spans(tracing: Tracing) -> "ForwardSpans":
+    from mallee.actors.front.proxy.spans import ForwardSpans  # an extra
+
+    return ForwardSpans(tracing)
 
 
 def _token(request: Request) -> str | None:

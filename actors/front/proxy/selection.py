@@ -90,8 +90,6 @@ class Selection(Exchange):
         )
         page = Page(200, msgspec.json.encode(chosen))
         self.client.write(plain_answer(page, closes=not self._keeps, is_head=False))
-        self._is_over = True
-        self._relay.counts.ended("answered")
-        if self._request_id is None:
-            self._relay.front.placement.free(self.id)
+        self.status, self._stays_booked = 200, self._request_id is not None
+        self._end("answered")
         self.client.finished(keeps=self._keeps)

@@ -1,10 +1,12 @@
 """Streams that go on at another backend: what the client has, the request for the rest, and the splice.
 
-A stream is kept as it came, and parsed only once its backend is lost. What the client got is a part of the
-next backend's prompt then, so that its answer is the rest; its events get the name of the first answer, and
-usage of the whole. Where nothing was drawn yet, the request is asked again as it is.
+A stream is kept as it came, and parsed only once its backend is lost, or says that its engine failed. What
+the client got is a part of the next backend's prompt then, so that its answer is the rest; its events get the
+name of the first answer, and usage of the whole. Where nothing was drawn yet, the request is asked again as
+it is.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -18,6 +20,7 @@ DATA: Final = b"data:"
 DONE: Final = b"[DONE]"
 GAP: Final = b"\n\n"
 OTHER_GAP: Final = b"\r\n\r\n"  # of servers whose streams are passed on as they come
+_ERROR: Final = re.compile(rb'(?:\A|(?<=\n\n))data: ?\{"error":[^\n]*')
 DEFAULT_COMPLETION: Final = 16  # tokens, where max_tokens is absent: OpenAI's and vLLM's
 _LIMITS: Final = ("max_tokens", "max_completion_tokens")
 # What their answers need is not in the text that the client has.
@@ -91,17 +94,21 @@ class Stream:
         self._kept: list[bytes] | None = []  # None: there is no room for it
         self._nbytes = 0
         self._held = b""
+        self._is_loose = False  # it is passed on as it comes
         self.splice: Splice | None = None
+        self.fault = b""
+        """The event by which the backend said that its engine failed; nothing after it counts."""
 
     def take(self, data: bytes, *, ends: bool) -> bytes:
-        """The bytes that go on now. Raises ValueError for an event that can't be spliced."""
+        """The bytes that go on now, up to a `fault`. Raises ValueError for an event that can't be spliced."""
+        if self._is_loose:
+            return data
         if self._held:
             data, self._held = self._held + data, b""
-        elif self._kept is None and self.splice is None:
-            return data
         if OTHER_GAP in data:
             if self.splice is not None:
                 raise ValueError("its events end otherwise than those before")
+            self._is_loose = True
             self.forget()
             return data
         if not ends and not data.endswith(GAP):
@@ -111,7 +118,10 @@ class Stream:
             elif self.splice is not None:
                 raise ValueError("an event is too long")
             else:
+                self._is_loose = True
                 self.forget()
+        if b'{"error":' in data and (found := _ERROR.search(data)) and _is_fault(found[0]):
+            data, self.fault = data[: found.start()], found[0] + GAP
         if self.splice is not None:
             data = self.splice.take(data)
         if self._kept is not None:
@@ -131,6 +141,14 @@ class Stream:
         """All that the client has of it, now that its backend is lost; None: that is not known."""
         self._held, self.splice = b"", None
         return None if self._kept is None else b"".join(self._kept)
+
+
+def _is_fault(event: bytes) -> bool:
+    """Whether an event tells of a fault of its server, and not of the request's."""
+    try:
+        return int(msgspec.json.decode(event[len(DATA) :])["error"]["code"]) >= 500
+    except (msgspec.DecodeError, TypeError, KeyError, ValueError):
+        return False
 
 
 def continuation(path: str, raw: bytes, kept: bytes, encode: Encode) -> Continuation | str:

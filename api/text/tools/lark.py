@@ -58,9 +58,13 @@ class Lark:
         return self.json(name, {"type": "object", **(parameters or none)})
 
     def each_call(
-        self, functions: Mapping[str, Function], head: Callable[[str], str], end: str
+        self,
+        functions: Mapping[str, Function],
+        head: Callable[[str], str],
+        end: str,
+        between: str = "",
     ) -> list[str]:
-        """A rule for a call of each function: `head` of its name, its arguments, `end`.
+        """A rule for a call of each function: `head` of its name, the rule `between`, its arguments, `end`.
 
         Functions whose arguments are free share one: hundreds of rules side by side are too many.
         """
@@ -69,12 +73,12 @@ class Lark:
             if function.name in free:
                 continue
             arguments = self.arguments(f"arguments_{i}", function.parameters)
-            body = f"{self.literal(head(function.name))} {arguments} {self.literal(end)}"
+            body = f"{self.literal(head(function.name))} {between} {arguments} {self.literal(end)}"
             rules.append(self.add(f"call_{i}", body))
         if free:
             before, _, after = head(_NAME).partition(_NAME)
             parts = (
-                *(self.literal(before), self.name(free), self.literal(after)),
+                *(self.literal(before), self.name(free), self.literal(after), between),
                 *(self.json("any_arguments", FREE), self.literal(end)),
             )
             rules.append(self.add("free_call", " ".join(parts)))
@@ -92,8 +96,11 @@ class Lark:
 
     def text_until(self, name: str, mark: str) -> str:
         """A rule for any text up to the first `mark`, with it."""
-        if mark in self._ids:
-            return self.add(name, f"{self._any()} {self.literal(mark)}")
+        if found := self._special.search(mark):  # a token that no text has
+            # Letters before the token end the text's own lexeme, which takes all that it can.
+            letters = re.escape(mark[: found.start()]).replace("/", r"\/")
+            any_text = f"{ANY_TEXT[:-1]}{letters}/" if letters else self._any()
+            return self.add(name, f"{any_text} {self.literal(mark[found.start() :])}")
         self._rules.append(f"{name}[suffix={json.dumps(mark, ensure_ascii=False)}]: {ANY_TEXT}")
         return name
 

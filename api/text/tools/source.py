@@ -19,10 +19,14 @@ T = TypeVar("T")
 
 
 class Call(NamedTuple):
-    """A function's name and arguments, the text of a JSON object; without a name, more of that text."""
+    """A function's name and arguments, the text of a JSON object; without a name, more of that text.
+
+    `own_id` is the id that the model itself gave, in forms that have one.
+    """
 
     name: str
     arguments: str
+    own_id: str = ""
 
 
 Wait: TypeAlias = Generator[None, None, T]

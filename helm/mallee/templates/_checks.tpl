@@ -9,8 +9,14 @@ schema's and `mallee check`'s (check.yaml). */}}
 {{- $most := ternary $a.maxWorkers $v.workers.replicas $a.enabled }}
 {{- $pods := ceil (divf $most $v.workers.perPod) | int }}
 {{- $pool := $v.picker.inferencePool }}
+{{- $isOld := and (.Capabilities.APIVersions.Has "ray.io/v1/RayService") (not (.Capabilities.APIVersions.Has "ray.io/v1/RayCronJob")) }}
+{{- $needed := include "mallee.gatewayMib" . | int }}
+{{- $given := include "mallee.gib" ($v.gateways.memory | default (printf "%dMi" $needed)) | float64 | mulf 1024 }}
 {{- include "mallee.refuse" (list
   (list (gt (len $name) 40) (printf "the release's name gives %q, of %d characters: KubeRay has room for 40, so give the release a shorter name" $name (len $name)))
+  (list (not $v.image.repository) "image.repository is not set: --set image.repository=registry.example/mallee, the name under which you pushed the image (docker/Dockerfile, `make image`)")
+  (list (and $isRay $isOld) "KubeRay here is older than 1.6 (its CRDs lack RayCronJob), which can't read Ray's token from a Secret: upgrade the operator and its CRDs, which `helm upgrade` leaves alone")
+  (list (and $isRay (lt (int $given) $needed)) (printf "gateways.memory=%s has no room for the two gateways of an update: give %dMi, leave it out, or lower settings.routing.max_index_mb" $v.gateways.memory $needed))
   (list (and $isRay (not $v.model)) "model is not set: --set model=Qwen/Qwen3-0.6B (a Hugging Face id), or a folder of modelVolume.claim such as /models/my-model")
   (list (not (or $isRay $v.picker.enabled)) "ray.enabled=false and picker.enabled=false: nothing is left to run; give one of them")
   (list (contains "@" $v.nats.url) "nats.url holds credentials, which Ray Serve shows and logs: put user:password into a Secret (nats.secret), and change what was given")

@@ -27,6 +27,11 @@ imagePullSecrets:
   - name: {{ . }}
   {{- end }}
 {{- end }}
+{{- if has .part (list "gateway" "worker") }}
+{{- with .root.Values.serviceAccountName }}
+serviceAccountName: {{ . }}
+{{- end }}
+{{- end }}
 securityContext:
   {{- include "mallee.podSecurity" .root | nindent 2 }}
 {{- with .values.nodeSelector }}
@@ -69,6 +74,8 @@ topologySpreadConstraints:
   value: {{ $v.ray.auth }}
 - name: RAY_USAGE_STATS_ENABLED
   value: "0"
+- name: RAY_LOG_TO_STDERR   # for `kubectl logs`
+  value: "1"
 - name: RAY_worker_niceness
   value: "0"
 - name: RAY_SERVE_ENABLE_HA_PROXY
@@ -101,9 +108,7 @@ topologySpreadConstraints:
       name: {{ include "mallee.operatorSecret" .root }}
       key: key
 {{- end }}
-{{- with .values.env }}
-{{ toYaml . }}
-{{- end }}
+{{- include "mallee.list" .values.env }}
 {{- end }}
 
 {{- define "mallee.hasModels" -}}
@@ -151,6 +156,13 @@ topologySpreadConstraints:
 {{- if include "mallee.hasCapsules" . }}
 - name: capsules
   mountPath: /capsules
+{{- end }}
+{{- include "mallee.list" $v.extraVolumeMounts }}
+{{- end }}
+
+{{- define "mallee.list" }}
+{{- with . }}
+{{ toYaml . }}
 {{- end }}
 {{- end }}
 
@@ -246,6 +258,7 @@ topologySpreadConstraints:
     {{- include "mallee.claimTemplate" $v.workers.disk | nindent 4 }}
   {{- end }}
 {{- end }}
+{{- include "mallee.list" $v.extraVolumes }}
 {{- end }}
 
 {{- define "mallee.claimTemplate" -}}
@@ -332,6 +345,7 @@ limits: {memory: 512Mi}
     - {name: models, mountPath: /models}
     - {name: tmp, mountPath: /tmp}
     - {name: home, mountPath: /home/mallee}
+    {{- include "mallee.list" $v.extraVolumeMounts | indent 4 }}
   securityContext:
     {{- include "mallee.containerSecurity" .root | nindent 4 }}
   resources:

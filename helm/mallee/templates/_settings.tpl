@@ -4,12 +4,21 @@
 {{- if include "mallee.isHubId" .Values.model }}/models/model{{ else }}{{ .Values.model }}{{ end }}
 {{- end }}
 
+{{/* GiB of a quantity. */}}
+{{- define "mallee.gib" -}}
+{{- $unit := get (dict "Ki" 0.00000095367431640625 "Mi" 0.0009765625 "Gi" 1.0 "Ti" 1024.0) (regexFind "..$" .) }}
+{{- mulf (regexFind "^[0-9.]+" . | float64) $unit }}
+{{- end }}
+
 {{/* GiB of each worker on the pod's volume. */}}
 {{- define "mallee.diskGib" -}}
-{{- $size := .Values.workers.disk.size }}
-{{- $gib := regexFind "^[0-9]+" $size | float64 }}
-{{- if hasSuffix "Ti" $size }}{{ $gib = mulf $gib 1024 }}{{ end }}
-{{- divf (mulf $gib 0.9) .Values.workers.perPod | floor }}
+{{- divf (mulf (include "mallee.gib" .Values.workers.disk.size) 0.9) .Values.workers.perPod | floor }}
+{{- end }}
+
+{{/* MiB of a pod with two gateways, each with its bounds and 768 MiB of its own, and 1 GiB for Ray and HAProxy. */}}
+{{- define "mallee.gatewayMib" -}}
+{{- $bounds := mustMergeOverwrite (dict "max_index_mb" 1024 "token_memory_mb" 256) (dig "routing" dict .Values.settings) }}
+{{- add 768 $bounds.max_index_mb $bounds.token_memory_mb | mul 2 | add 1024 }}
 {{- end }}
 
 {{- define "mallee.madeSettings" -}}
@@ -62,6 +71,8 @@ store:
   {{- if $v.nats.enabled }}
   replicas: {{ min 3 (int $v.nats.replicas) }}
   {{- end }}
+routing:
+  max_index_mb: 1024   # of which the pod's memory is made, as the user's
 links:
   tcp: always
   secret_file: /etc/mallee/link/secret

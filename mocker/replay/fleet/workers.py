@@ -15,14 +15,18 @@ from mallee.mocker.texts import Texts
 from mallee.mocker.tiers import TierConfig
 from mallee.mocker.timing import Timing
 from mallee.mocker.updates import CountedUpdate
+from mallee.mocker.vllm import VllmEngine
 from mallee.protocol.errors import WorkerLost
 from mallee.protocol.events import Lease, Snapshot
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Command, Holder
 from mallee.protocol.model import ModelSpec
+from mallee.worker.engine import Engine
 from mallee.worker.records import EngineConfig
 
 Role: TypeAlias = Literal["both", "prefill", "decode"]
+
+AnyEngine: TypeAlias = MockedEngine | VllmEngine
 
 _IDLE, _BETWEEN, _BUSY = range(3)  # between: its next step begins in this instant
 
@@ -66,7 +70,7 @@ class Worker:
     )
 
     def __init__(
-        self, index: int, incarnation: Incarnation, engine: MockedEngine, role: Role, now: float
+        self, index: int, incarnation: Incarnation, engine: AnyEngine, role: Role, now: float
     ) -> None:
         self.index = index
         self.name = worker_name(index)
@@ -88,6 +92,12 @@ class Worker:
         self.left_s = inf
         self.is_alive = True
         self.is_draining = False  # it takes no new requests
+
+    @property
+    def own(self) -> Engine:
+        """Our engine, that is mocked: only ours lend, and have tiers."""
+        assert isinstance(self.engine, MockedEngine), "settings of vLLM's are checked before"
+        return self.engine.engine
 
     @property
     def is_busy(self) -> bool:
@@ -119,6 +129,7 @@ class Fleet:
         is_lending: bool = False,
         device: DeviceConfig | None = None,
         spec: ModelSpec | None = None,
+        is_vllm: bool = False,
     ) -> None:
         """Workers share devices, if `device` has several of them on each.
 
@@ -137,6 +148,7 @@ class Fleet:
         self._tiers = tiers
         self._is_lending = is_lending
         self._spec = spec
+        self._is_vllm = is_vllm
         self.peers: FleetPeers | None = None
         if link is not None:
             self.peers = FleetPeers(clock, link, put=self._put, left_at=self._left_at)
@@ -158,7 +170,28 @@ class Fleet:
     def _open(self, index: int, role: Role) -> Worker:
         incarnation = Incarnation(len(self.lives) + 1)
         name = worker_name(index)
-        engine = MockedEngine(
+        worker = Worker(index, incarnation, self._engine(name, incarnation), role, self._clock.now)
+        if name in self._slow:
+            worker.engine.slow(self._slow[name])
+        self.workers[name] = self.lives[incarnation] = worker
+        if self.peers is not None:
+            worker.own.notify(partial(self._poke, worker))
+        return worker
+
+    def _engine(self, name: WorkerId, incarnation: Incarnation) -> AnyEngine:
+        if self._is_vllm:
+            assert self._texts is not None, "replays name their texts"
+            return VllmEngine(
+                timing=self._timing,
+                texts=self._texts,
+                num_blocks=self._num_blocks,
+                worker=name,
+                incarnation=incarnation,
+                config=self._config.scheduler,
+                seed=self._seed + incarnation,
+                leaves_capsules=self._config.max_answer_capsules > 0,
+            )
+        return MockedEngine(
             timing=self._timing,
             num_blocks=self._num_blocks,
             block_size=self._block_size,
@@ -174,17 +207,9 @@ class Fleet:
             tiers=self._tiers,
             peers=self.peers,
         )
-        worker = Worker(index, incarnation, engine, role, self._clock.now)
-        if name in self._slow:
-            engine.slow(self._slow[name])
-        self.workers[name] = self.lives[incarnation] = worker
-        if self.peers is not None:
-            engine.engine.notify(partial(self._poke, worker))
-        return worker
 
     def lease(self, worker: Worker) -> Lease:
         """The lease of `worker` now."""
-        engine = worker.engine.engine
         return Lease(
             worker=worker.name,
             incarnation=worker.incarnation,
@@ -194,9 +219,9 @@ class Fleet:
             block_size=self._block_size,
             num_blocks=self._num_blocks,
             max_rows=self._config.scheduler.max_rows,
-            max_model_len=engine.spec.max_model_len,
+            max_model_len=worker.engine.max_model_len,
             next_seq=worker.engine.next_seq,
-            is_prefix_closed=self._tiers is None,
+            is_prefix_closed=self._tiers is None and not self._is_vllm,
             serves_kv=self._is_lending,
             is_draining=worker.is_draining,
             windows=tuple(group.reach for group in worker.engine.spec.sides),
@@ -300,7 +325,7 @@ class Fleet:
         if worker.questions:
             questions, worker.questions = worker.questions, []
             for question in questions:
-                worker.engine.engine.lend(*question)
+                worker.own.lend(*question)
         self._begin(worker)
 
     def _put(self, question: Question) -> None:
@@ -309,13 +334,13 @@ class Fleet:
         worker = self.lives[Incarnation(holder.incarnation)]
         if not worker.is_alive:
             question.told(WorkerLost(holder.worker, "it is gone"))
-        elif (ready := worker.engine.engine.take_loan(question.ask)) is not None:
+        elif (ready := worker.own.take_loan(question.ask)) is not None:
             question.told(ready)
         elif worker.state == _BUSY or worker.is_telling:
             worker.questions.append(question)
             self._poke(worker)
         else:
-            worker.engine.engine.lend(*question)
+            worker.own.lend(*question)
             if worker.engine.has_work:  # a capsule has to come from below first
                 self._poke(worker)
 
@@ -333,7 +358,7 @@ class Fleet:
 
     @staticmethod
     def _snapshot(worker: Worker) -> Snapshot:
-        return worker.engine.engine.snapshot()
+        return worker.engine.snapshot()
 
     def let_go(self, worker: Worker) -> None:
         """End a draining worker that no gateway needs any more. No change for any other."""
@@ -364,6 +389,6 @@ class Fleet:
             assert worker.is_alive, f"{name} is dead"
             assert (worker.state == _BUSY) == (worker.due < inf), f"{name}'s end"
             if worker.state != _BUSY:
-                worker.engine.engine.check()
+                worker.engine.check()
         if self.devices is not None:
             self.devices.check()

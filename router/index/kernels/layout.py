@@ -1,10 +1,10 @@
 """Layout of the memory that the kernels share.
 
 **Table**. Open addressing with linear probing, in NUM_SEGMENTS independent segments (by the key's top
-bits) of equal capacity. An entry is two int64 side by side, key and value, so a probe costs one cache
-line. Key 0 means empty: the hash 0 is never held (one block in 2**64 is computed again). To grow or
-shrink, a second table is allocated and segments move to it one at a time, a few per insertion or per
-idle turn, so that no call pays for more than a few of them.
+bits) of equal capacity. An entry is two int64 side by side, key and value, and probes begin at a line of
+the CPU's cache, whose four entries are compared at once. Key 0 means empty: the hash 0 is never held (one
+block in 2**64 is computed again). To grow or shrink, a second table is allocated and segments move to it
+one at a time, a few per insertion or per idle turn, so that no call pays for more than a few of them.
 
 **Sets**. In an index the value's low 32 bits name a set of columns: a column (below ROW_BIT) or a row of
 bits. Rows are interned: blocks with the same workers share one row, which makes a further worker on a
@@ -41,6 +41,8 @@ HOME_SHIFT: Final = SEGMENT_SHIFT - 32  # the bits below the segment's
 SPREAD: Final = -7046029254386353131  # 2**64 / golden ratio, odd
 ROW_BIT: Final = 1 << 31
 LOW: Final = 0xFFFFFFFF
+LINE_SHIFT: Final = 2  # four entries are a line of the CPU's cache
+WALK: Final = 64  # blocks of a path that are looked up at once where it is walked
 
 # Addresses
 AT_TABLE: Final = 0
@@ -70,12 +72,13 @@ AT_EVICTED: Final = 22
 AT_EVICT_CURSOR: Final = 23
 AT_SWEEP_CURSOR: Final = 24
 AT_PROBES: Final = 25  # blocks looked up by matches
-AT_SEEN: Final = 26
-AT_KNOWN_REF: Final = 27  # in a match: a set that has all that are alive
-AT_FRESH: Final = 28
+AT_KNOWN_REF: Final = 26  # in a match: a set that has all that are alive
+AT_FRESH: Final = 27
+AT_ALIVE_WORDS: Final = 28  # in a match: words of ALIVE, up to the last that isn't 0
 NUM_SCALARS: Final = 32
 
-AT_SEGMENT_COUNTS: Final = NUM_SCALARS
+AT_FOUND: Final = NUM_SCALARS  # values of WALK blocks of a walked path
+AT_SEGMENT_COUNTS: Final = AT_FOUND + WALK
 AT_MOVED: Final = AT_SEGMENT_COUNTS + NUM_SEGMENTS
 AT_PER_COLUMN: Final = AT_MOVED + NUM_SEGMENTS
 REGION_HELD: Final = 0  # offsets behind PER_COLUMN, in units of C
@@ -86,8 +89,6 @@ REGION_LIVE: Final = 10
 REGION_MAY_HAVE_HOLES: Final = 11
 REGION_ALIVE: Final = 12  # scratch bits of a match
 NUM_REGIONS: Final = 13
-
-WALK: Final = 64  # blocks of a path that are fetched ahead where it is walked
 
 # Requests of a kernel to the owner of its memory
 WANTS_ROOM: Final = 1  # soon; the others stopped it

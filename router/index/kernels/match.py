@@ -7,14 +7,14 @@ from mallee.router.index.kernels.sets import row_at
 from mallee.router.index.kernels.table import (
     add,
     column_word,
-    prefetch,
+    line_of,
     probe,
     segment_base,
     segment_cap,
     segment_of,
     value_of,
 )
-from mallee.router.jit import get, kernel, put, signed, trailing_zeros
+from mallee.router.jit import fetch, get, kernel, places, put, signed, trailing_zeros
 
 
 @kernel
@@ -58,7 +58,7 @@ def all_hold(s: int, key: int, tiers: int) -> bool:
 @kernel
 def has_all(s: int, ref: int, tiers: int) -> bool:
     """Whether all candidates are in a set."""
-    num_words = get(s, layout.AT_COLUMNS) >> 6
+    num_words = get(s, layout.AT_ALIVE_WORDS)
     alive_at = column_word(s, layout.REGION_ALIVE, 0)
     lost = 0
     if tiers == 1 and ref & layout.ROW_BIT:
@@ -72,33 +72,11 @@ def has_all(s: int, ref: int, tiers: int) -> bool:
 
 
 @kernel
-def walk(s: int, hashes: Hashes, tiers: int, at: int, stop: int) -> int:
-    """The first block after `at` and before `stop` that a candidate lacks, or `stop`.
-
-    Nothing is written in the loop, so that the addresses in it are computed once: all_hold for each block
-    took twice as long.
-    """
-    known = get(s, layout.AT_KNOWN_REF)
-    begin = at
-    at += 1
-    while at < stop:
-        value = value_of(s, signed(hashes[at]))
-        ref = value & layout.LOW
-        if value < 0 or (ref != known and not has_all(s, ref, tiers)):
-            break
-        known = ref
-        at += 1
-    put(s, layout.AT_KNOWN_REF, known)
-    add(s, layout.AT_PROBES, min(at, stop - 1) - begin)
-    return at
-
-
-@kernel
 def may_have_holes(s: int) -> bool:
     """Whether any candidate may have holes."""
     if get(s, layout.AT_NUM_MAY_HAVE_HOLES) == 0:
         return False
-    for word in range(get(s, layout.AT_COLUMNS) >> 6):
+    for word in range(get(s, layout.AT_ALIVE_WORDS)):
         alive = get(s, column_word(s, layout.REGION_ALIVE, word))
         if alive & get(s, column_word(s, layout.REGION_MAY_HAVE_HOLES, word)) != 0:
             return True
@@ -117,26 +95,104 @@ def touch(s: int, key: int) -> None:
 
 
 @kernel
-def next_loss(s: int, hashes: Hashes, tiers: int, at: int) -> int:
-    """The first block after `at` (which all candidates hold) that one of them lacks.
+def look_up(s: int, hashes: Hashes, start: int, stop: int, known: int) -> int:
+    """Bits of those of blocks `start` to `stop` whose set isn't `known`; FOUND has their values, or -1.
 
-    Where none may have holes their sets shrink along the path: if they all hold the last block, they
-    hold those between, and else the loss is found by halving.
+    In passes, each of which fetches what the next one needs, so that no miss of the cache waits for another.
+    """
+    lines = get(s, layout.AT_CAP) >> layout.LINE_SHIFT
+    table = get(s, layout.AT_TABLE)
+    found = s + 8 * layout.AT_FOUND
+    for i in range(start, stop):
+        key = signed(hashes[i])
+        line = table + 64 * (segment_of(key) * lines + line_of(key, lines))
+        put(found, i - start, line)
+        fetch(line)
+    others = 0
+    for i in range(stop - start):  # without branches: most could not be foreseen
+        line = get(found, i)
+        key = signed(hashes[start + i])
+        place = places(line, key)
+        value = get(line, 2 * trailing_zeros(place | 8) + 1)
+        is_found = (place != 0) & (key != 0)
+        put(found, i, value if is_found else -1)
+        others |= (1 - int(is_found & (value & layout.LOW == known))) << i
+    is_moving = get(s, layout.AT_NEXT_CAP) != 0
+    left = others
+    while left != 0:
+        i = trailing_zeros(left)
+        left &= left - 1
+        value = get(found, i)
+        if value < 0 or is_moving:
+            value = value_of(s, signed(hashes[start + i]))
+            put(found, i, value)
+        if value >= 0 and value & layout.ROW_BIT:
+            row = row_at(s, (value & layout.LOW) ^ layout.ROW_BIT)
+            for line in range(0, 8 * get(s, layout.AT_ROW_WORDS), 64):
+                fetch(row + line)
+    return others
+
+
+@kernel
+def narrow(s: int, value: int, tiers: int, matched: int, counts: Counts) -> bool:
+    """Credit the candidates that lack a block of this value (-1: all) with `matched`; whether any is left."""
+    alive_at = column_word(s, layout.REGION_ALIVE, 0)
+    ref = value & layout.LOW
+    row = row_at(s, ref ^ layout.ROW_BIT) if value >= 0 and ref & layout.ROW_BIT else 0
+    remain = 0
+    for word in range(get(s, layout.AT_ALIVE_WORDS)):
+        alive = get(s, alive_at + word)
+        held = 0
+        if tiers == 1 and row != 0:
+            held = get(row, 2 + word)
+        elif value >= 0:
+            held = bits_of(s, ref, word, tiers)
+        if alive & ~held != 0:
+            credit(s, alive & ~held, word, matched, counts)
+            put(s, alive_at + word, alive & held)
+        remain |= alive & held
+    return remain != 0
+
+
+@kernel
+def walk(s: int, hashes: Hashes, tiers: int, scale: int, most: int, counts: Counts) -> int:
+    """Follow a path block by block while any candidate may have holes.
+
+    Returns the last block reached, which all that are left hold; or len(hashes) if none is left.
+    """
+    at = 0
+    known = -1
+    while at < len(hashes) - 1 and may_have_holes(s):
+        stop = min(at + layout.WALK, len(hashes) - 1) + 1
+        left = look_up(s, hashes, at + 1, stop, known)
+        begin = at
+        at = stop - 1
+        while left != 0:
+            i = begin + 1 + trailing_zeros(left)
+            left &= left - 1
+            value = get(s, layout.AT_FOUND + i - begin - 1)
+            ref = value & layout.LOW
+            has_lost = value < 0 or (ref != known and not has_all(s, ref, tiers))
+            if has_lost and not narrow(s, value, tiers, min(i * scale, most), counts):
+                at = len(hashes)
+                stop = i
+                break
+            known = ref
+        add(s, layout.AT_PROBES, stop - 1 - begin)
+        if get(s, layout.AT_EVICTED) > 0:
+            for used in range(begin, stop):
+                touch(s, signed(hashes[used]))
+    return at
+
+
+@kernel
+def next_loss(s: int, hashes: Hashes, tiers: int, at: int) -> int:
+    """The first block after `at` (which all candidates hold) that one of them lacks; none may have holes.
+
+    Their sets shrink along the path: if they all hold the last block, they hold those between, and else
+    the loss is found by halving.
     """
     last = len(hashes) - 1
-    if may_have_holes(s):
-        while at < last:
-            stop = min(at - at % layout.WALK + layout.WALK, last) + 1
-            if at % layout.WALK == 0:
-                prefetch(s, hashes, at + 1, stop)
-            lost = walk(s, hashes, tiers, at, stop)
-            if get(s, layout.AT_EVICTED) > 0:
-                for used in range(at, lost):
-                    touch(s, signed(hashes[used]))
-            if lost < stop:
-                return lost
-            at = lost - 1
-        return last + 1
     if at == last or all_hold(s, signed(hashes[last]), tiers):
         return last + 1
     lost = last
@@ -161,26 +217,22 @@ def match(s: int, hashes: Hashes, tiers: int, scale: int, most: int, counts: Cou
         return
     put(s, layout.AT_KNOWN_REF, -1)
     alive_at = column_word(s, layout.REGION_ALIVE, 0)
-    num_words = get(s, layout.AT_COLUMNS) >> 6
-    num_alive = 0
-    for word in range(num_words):
+    num_words = 0
+    for word in range(get(s, layout.AT_COLUMNS) >> 6):
         live = get(s, column_word(s, layout.REGION_LIVE, word))
         alive = bits_of(s, value & layout.LOW, word, tiers) & live
         put(s, alive_at + word, alive)
-        num_alive += alive != 0
-    at = 0
-    while num_alive > 0:
+        if alive != 0:
+            num_words = word + 1
+    if num_words == 0:
+        return
+    put(s, layout.AT_ALIVE_WORDS, num_words)
+    at = walk(s, hashes, tiers, scale, most, counts)
+    while at < len(hashes):
         at = next_loss(s, hashes, tiers, at)
         value = value_of(s, signed(hashes[at])) if at < len(hashes) else -1
-        num_alive = 0
-        for word in range(num_words):
-            alive = get(s, alive_at + word)
-            if alive != 0:
-                left = alive & bits_of(s, value & layout.LOW, word, tiers) if value >= 0 else 0
-                if left != alive:
-                    credit(s, alive & ~left, word, min(at * scale, most), counts)
-                    put(s, alive_at + word, left)
-                num_alive += left != 0
+        if not narrow(s, value, tiers, min(at * scale, most), counts):
+            return
 
 
 @kernel

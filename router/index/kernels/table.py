@@ -2,7 +2,7 @@
 
 from mallee.protocol.hashing import Hashes
 from mallee.router.index.kernels import layout
-from mallee.router.jit import get, kernel, put, signed
+from mallee.router.jit import fetch, get, kernel, places, put, signed, trailing_zeros
 
 
 @kernel
@@ -25,8 +25,14 @@ def segment_of(key: int) -> int:
 
 
 @kernel
+def line_of(key: int, lines: int) -> int:
+    """The line of its segment that the key belongs in."""
+    return ((((key * layout.SPREAD) >> layout.HOME_SHIFT) & layout.LOW) * lines) >> 32
+
+
+@kernel
 def home_of(key: int, cap: int) -> int:
-    return ((((key * layout.SPREAD) >> layout.HOME_SHIFT) & layout.LOW) * cap) >> 32
+    return line_of(key, cap >> layout.LINE_SHIFT) << layout.LINE_SHIFT
 
 
 @kernel
@@ -52,12 +58,13 @@ def probe(base: int, cap: int, key: int) -> int:
     """The entry of `key`, or ~(the empty entry where it would go)."""
     at = home_of(key, cap)
     while True:
-        found = get(base, 2 * at)
-        if found == key:
-            return at
-        if found == 0:
-            return ~at
-        at += 1
+        found = places(base + 16 * at, key)
+        if found != 0:
+            return at + trailing_zeros(found)
+        free = places(base + 16 * at, 0)
+        if free != 0:
+            return ~(at + trailing_zeros(free))
+        at += 1 << layout.LINE_SHIFT
         if at == cap:
             at = 0
 
@@ -175,13 +182,11 @@ def insert(s: int, segment: int, at: int, key: int, value: int) -> bool:
 
 @kernel
 def prefetch(s: int, hashes: Hashes, start: int, stop: int) -> None:
-    """Load the entries where probes for these hashes begin into the CPU's cache.
+    """Load the lines where probes for these hashes begin into the CPU's cache.
 
     A probe waits for memory, and the next one for it; these loads wait for nothing and overlap.
     """
-    seen = 0
     for i in range(start, stop):
         key = signed(hashes[i])
         segment = segment_of(key)
-        seen ^= get(segment_base(s, segment), 2 * home_of(key, segment_cap(s, segment)))
-    put(s, layout.AT_SEEN, seen)  # or the compiler would leave the loads out
+        fetch(segment_base(s, segment) + 16 * home_of(key, segment_cap(s, segment)))

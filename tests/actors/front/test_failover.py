@@ -121,12 +121,13 @@ async def test_a_stream_broken_at_any_byte_is_that_of_an_undisturbed_backend(nam
 
 @pytest.mark.parametrize("name", FORMS)
 async def test_two_deaths_in_a_row(name: str) -> None:
+    """The second backend has said something of the rest: it did not die of the request at once."""
     path, form = FORMS[name]
     form = form | {"max_tokens": 5}
     async with fleet() as pods:
         undisturbed = seen(await pods.ask(path, **form))
         for first in range(0, 280, 23):
-            for second in range(0, 180, 23):
+            for second in range(1, 180, 23):
                 pods.breaks[:] = [first, second]
                 assert seen(await pods.ask(path, **form)) == undisturbed, (first, second)
 
@@ -224,6 +225,71 @@ async def test_a_silent_backend_and_one_that_refuses_the_rest_count_as_dead() ->
         assert (seen(answer.body).text, seen(answer.body).num_done) == ("abcd", 1)
     rest = body | {"prompt": "xab", "max_tokens": 15, "min_tokens": 2}
     assert bodies == [body, rest, rest]
+
+
+def _fault(code: int) -> bytes:
+    error = {"message": "EngineCore encountered an issue.", "type": "x", "code": code}
+    return b"data: " + json.dumps({"error": error}).encode() + b"\n\n"
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize("begun", ["", "ab"])
+async def test_a_stream_whose_engine_died_behind_its_server_goes_on(
+    begun: str, is_split: bool
+) -> None:
+    """X20, part: vLLM's server then says so in an event, and ends the stream in peace."""
+    bodies: list[dict[str, Any]] = []
+
+    async def script(backend: Backend, request: Received, writer: asyncio.StreamWriter) -> None:
+        bodies.append(json.loads(request.body))
+        if len(bodies) == 2:
+            writer.write(SSE + chunked(_event(text="cd", finish_reason="stop"), DONE))
+            return
+        pieces = [*([_event(text=begun)] if begun else []), _fault(500), DONE]
+        for piece in pieces if is_split else [b"".join(pieces)]:
+            half = len(piece) // 2
+            writer.write(SSE if piece is pieces[0] or not is_split else b"")
+            for part in (piece[:half], piece[half:]):
+                writer.write(chunked(part).removesuffix(b"0\r\n\r\n"))
+                await writer.drain()
+                await asyncio.sleep(0)
+        writer.write(b"0\r\n\r\n")
+
+    async with (
+        Backend(script) as a,
+        Backend(script) as b,
+        routed([a, b]) as proxy,
+        wire(proxy.port) as client,
+    ):
+        body = {"prompt": "x", "stream": True, "temperature": 0}
+        answer = await client.ask(post(json.dumps(body).encode(), path="/v1/completions"))
+        assert (seen(answer.body).text, seen(answer.body).num_done) == (f"{begun}cd", 1)
+    assert [each["prompt"] for each in bodies] == ["x", f"x{begun}"]
+
+
+@pytest.mark.parametrize("room", [1 << 20, 0])
+async def test_a_fault_inside_a_stream_that_cannot_go_on_is_no_end(
+    room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client gets the error, no [DONE] and no clean end. A request's own fault is passed on."""
+    monkeypatch.setattr(streams, "MOST_KEPT_NBYTES", room)
+    events = {code: [_event(text="ab"), _fault(code), DONE] for code in (500, 400)}
+
+    async def script(_: Backend, request: Received, writer: asyncio.StreamWriter) -> None:
+        code = 400 if b"400" in request.body else 500
+        writer.write(SSE + chunked(*events[code]))
+
+    async with Backend(script) as a, Backend(script) as b, routed([a, b]) as proxy:
+        form = {"stream": True, "logprobs": 1}
+        async with wire(proxy.port) as client:
+            client.send(post(json.dumps(form | {"prompt": "x"}).encode(), path="/v1/completions"))
+            raw = await client.reader.read()
+        assert raw.count(b"EngineCore encountered") == 1
+        assert b"[DONE]" not in raw
+        assert not raw.endswith(b"0\r\n\r\n")
+        async with wire(proxy.port) as client:
+            raw = post(json.dumps(form | {"prompt": "400"}).encode(), path="/v1/completions")
+            assert (await client.ask(raw)).body == b"".join(events[400])
 
 
 async def test_a_client_that_leaves_meanwhile_ends_it() -> None:

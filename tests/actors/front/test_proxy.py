@@ -4,18 +4,21 @@ import asyncio
 import gzip
 import json
 import socket
+from itertools import groupby
 from pathlib import Path
 
 import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from opentelemetry.trace import StatusCode
 
 from mallee.actors.front.http.backends import Backend as BackendConnection
 from mallee.actors.front.http.backends import Backends
 from mallee.actors.front.pods.endpoints import Endpoint, ListedEndpoints
 from mallee.actors.front.proxy.config import ProxyConfig
 from mallee.actors.front.proxy.proxy import Proxy
+from mallee.actors.front.proxy.spans import ForwardSpans
 from mallee.gateway.access.keys import new_key
 from mallee.protocol.errors import ConfigError
 from mallee.testing.vllm_pod import VllmPod
@@ -31,6 +34,7 @@ from support.backends import (
 )
 from support.expositions import check_exposition
 from support.pickers import pods
+from support.span_tree import Spans
 from support.waiting import until
 
 pytestmark = pytest.mark.real_time  # sockets
@@ -337,6 +341,36 @@ async def test_retries_have_a_bound_and_the_last_failure_is_told() -> None:
         assert (found.status, found.body) == (503, b"own"), "there is no other"
 
 
+@pytest.mark.parametrize("is_gone", [False, True])
+async def test_a_request_that_two_backends_died_of_is_sent_to_no_third(is_gone: bool) -> None:
+    """Also where each ended a connection that was kept, and listens no more."""
+
+    async def script(backend: Backend, request: Received, writer: asyncio.StreamWriter) -> None:
+        if b"fine" in request.body:
+            writer.write(PLAIN)
+            return
+        if is_gone:
+            backend.stop_listening()
+        raise ConnectionError
+
+    async with (
+        Backend(script) as a,
+        Backend(script) as b,
+        Backend(script) as c,
+        routed([a, b, c], retries=5, scrape_s=5) as proxy,
+        wire(proxy.port) as client,
+    ):
+        while not all(each.received for each in (a, b, c)):
+            number = len(a.received + b.received + c.received)
+            body = json.dumps({"fine": 1, "prompt": [number] * 64}).encode()
+            assert (await client.ask(post(body, path="/v1/completions"))).status == 200
+        for each in (a, b, c):
+            each.received.clear()
+        found = await client.ask(post(b'{"prompt": "bad"}', path="/v1/completions"))
+        assert (found.status, json.loads(found.body)["error"]["code"]) == (503, "poison_request")
+        assert sum(bool(each.received) for each in (a, b, c)) == 2
+
+
 @pytest.mark.parametrize("version", [b"1.1", b"1.0"])
 @pytest.mark.parametrize("raw", [SSE + b"3\r\nabc\r\n", SSE + b"9\r\nabc", PLAIN[:-1]])
 async def test_an_answer_that_breaks_is_cut_and_not_asked_for_again(
@@ -539,6 +573,126 @@ async def test_keys_are_asked_for_before_anything_is_forwarded(
     with pytest.raises(ConfigError, match="listens beyond this machine"):
         async with Proxy(ProxyConfig(listen="0.0.0.0:0", endpoints=("127.0.0.1:1",))):
             pass
+
+
+async def test_limits_of_keys_hold_as_at_a_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests and tokens of a minute, requests and branches at once; and keys expire, and are changed."""
+    monkeypatch.delenv("MALLEE_API_KEY", raising=False)
+    limits: dict[str, dict[str, object]] = {
+        "requests": {"requests_per_minute": 2},
+        "tokens": {"tokens_per_minute": 30},
+        "running": {"max_running": 1},
+        "branches": {"max_branches": 2},
+        "old": {"expires": "2020-01-01T00:00:00Z"},
+    }
+    keys = {name: new_key(name, "client", None) for name in limits}
+    file = tmp_path / "keys.yaml"
+    entries = [key.entry | limits[name] for name, key in keys.items()]
+    file.write_text(json.dumps({"keys": entries}))
+    going = asyncio.Event()
+
+    async def script(_: Backend, request: Received, writer: asyncio.StreamWriter) -> None:
+        if b"wait" in request.body:
+            await going.wait()
+        if b"stream" in request.body:
+            writer.write(SSE + chunked(*EVENTS))
+            return
+        body = b'{"usage": {"completion_tokens": 20}}'
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+
+    async with (
+        Backend(script) as backend,
+        routed([backend], keys_file=str(file)) as proxy,
+        wire(proxy.port) as client,
+        wire(proxy.port) as other,
+    ):
+
+        def message(name: str, **body: object) -> bytes:
+            line = f"Authorization: Bearer {keys[name].token}"
+            raw = json.dumps({"prompt": list(range(8))} | body).encode()
+            return post(raw, line, path="/v1/completions")
+
+        async def refused(name: str, **body: object) -> tuple[int, str, str]:
+            found = await client.ask(message(name, **body))
+            error = json.loads(found.body)["error"]
+            assert (found.value("retry-after") is not None) == (found.status == 429)
+            return found.status, error["code"], error["message"]
+
+        for _ in range(2):
+            assert (await client.ask(message("requests"))).status == 200
+        status, code, text = await refused("requests")
+        assert (status, code) == (429, "quota_exceeded")
+        assert "2 of 2 requests per minute" in text
+        models = f"GET /v1/models HTTP/1.1\r\nHost: r\r\nx-api-key: {keys['requests'].token}"
+        assert (await client.ask(f"{models}\r\n\r\n".encode())).status == 200, "it asks for nothing"
+        assert (await client.ask(message("tokens", stream=True))).status == 200  # 8, and 6 events
+        assert (await client.ask(message("tokens"))).status == 200  # 8, and 20
+        assert (await refused("tokens"))[:2] == (429, "quota_exceeded")
+        other.send(message("running", wait=1))
+        await until(lambda: b"wait" in backend.received[-1].body)
+        assert (await refused("running"))[:2] == (429, "quota_exceeded")
+        going.set()
+        assert (await other.answer()).status == 200
+        assert (await client.ask(message("running"))).status == 200
+        assert (await client.ask(message("branches", n=2))).status == 200
+        assert (await refused("branches", n=3))[0] == 400, "never"
+        assert len(backend.received) == 7
+    del entries[:-1]
+    entries[0]["expires"] = "2099-01-01T00:00:00Z"
+    async with Backend() as backend, routed([backend], keys_file=str(file)) as proxy:
+        async with wire(proxy.port) as client:
+            assert (await client.ask(message("old"))).status == 401
+        file.write_text(json.dumps({"keys": entries}))
+        await proxy.access.reload()
+        async with wire(proxy.port) as client:
+            assert (await client.ask(message("old"))).status == 200
+            assert (await client.ask(message("requests"))).status == 401
+
+
+async def test_the_course_of_a_request_is_a_trace() -> None:
+    """The backend is told the router's span; a failure and the way on are seen."""
+
+    async def script(backend: Backend, request: Received, writer: asyncio.StreamWriter) -> None:
+        if backend is bad:
+            raise ConnectionError
+        writer.write(PLAIN)
+
+    spans = Spans()
+    async with (
+        Backend(script) as bad,
+        Backend(script) as good,
+        routed([bad, good], scrape_s=5) as proxy,
+        wire(proxy.port) as client,
+    ):
+        proxy.spans = ForwardSpans(spans.tracing)
+        number = 0
+        while not bad.received:
+            number += 1
+            body = json.dumps({"prompt": [number] * 64}).encode()
+            parent = f"00-{number:032x}-b7ad6b7169203331-01"
+            message = post(body, f"traceparent: {parent}", path="/v1/completions")
+            assert (await client.ask(message)).status == 200
+        for each in bad.received, good.received:
+            told = [line for line in each[-1].lines if line.startswith(b"traceparent")]
+            root = spans.named("POST /v1/completions")[-1].context
+            assert told == [f"traceparent: 00-{number:032x}-{root.span_id:016x}-01".encode()]
+        last = [each for each in spans.ended if each.context.trace_id == number]
+        names = [each.name for each in last if each.name not in ("connect", "POST /v1/completions")]
+        parts = [name for name, _ in groupby(names)]  # a kept connection may have ended before
+        assert parts == ["choose", "first byte", "failover", "first byte", "answer"]
+        failed = [each.name for each in last if each.status.status_code is StatusCode.ERROR]
+        assert failed == ["first byte"]
+        root_span = last[-1]
+        assert root_span.attributes is not None
+        assert root_span.attributes["mallee.worker.id"] == good.address
+        assert root_span.attributes["http.response.status_code"] == 200
+        assert root_span.parent is not None
+        assert root_span.parent.span_id == 0xB7AD6B7169203331
+        found = await client.ask(b"GET /names/of/clients HTTP/1.1\r\nHost: r\r\n\r\n")
+        assert found.status == 200
+        assert "names" not in str([each.to_json() for each in spans.ended])
 
 
 async def test_backends_are_shown_their_own_key_and_not_the_clients(

@@ -65,6 +65,31 @@ async def test_a_fleet_that_cannot_start_says_why_and_leaves_nothing(folder: Pat
         MockStack(mock_config(folder, autoscaling__max_workers=2))
 
 
+async def test_a_killed_process_of_engines_comes_back_and_its_streams_go_on_elsewhere(
+    folder: Path,
+) -> None:
+    """Each stream has all of its tokens, whichever process drew them, and the workers live again."""
+    config = mock_config(folder, workers=2, mock__engines_per_worker=1, mock__speedup=1.0)
+    async with (
+        MockStack(config, port=free_port()) as stack,
+        openai.AsyncOpenAI(
+            base_url=f"{stack.base_url}/v1", api_key="none", max_retries=0
+        ) as client,
+    ):
+        lives = {view.worker: view.incarnation for view in stack.router.workers()}
+        asked = [asyncio.create_task(complete(client, i, max_tokens=200)) for i in range(8)]
+        await until(lambda: sum(view.rows for view in stack.router.workers()) == len(asked))
+        first = stack.children[0].pid
+        stack.children[0].kill()
+        answers = await asyncio.gather(*asked)
+        assert [answer.usage.completion_tokens for answer in answers] == [200] * len(asked)
+        await until(lambda: len(stack.router.workers()) == 2, timeout_s=60.0)
+        now = {view.worker: view.incarnation for view in stack.router.workers()}
+        changed = {worker for worker in lives if now[worker] != lives[worker]}
+        assert changed == {"w0"}
+        assert stack.children[0].pid != first
+
+
 async def test_a_stack_ends_whichever_task_of_its_gateway_was_killed(folder: Path) -> None:
     """Also those of the bus, the broker and the links. Where Ray replaces it, `mallee mock` ends."""
     config = mock_config(folder, workers=2)

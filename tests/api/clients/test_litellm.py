@@ -102,7 +102,7 @@ def test_litellm_asks_for_a_form_for_a_form(to: Any, live: Any) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "w", "schema": schema}}
     made = litellm.completion(messages=MESSAGES, response_format=form, **to)
     assert json.loads(made.choices[0].message.content)["city"] == "Oslo"
-    assert live.service.job.grammar.kind == "json_schema"
+    assert '"city"' in live.service.job.grammar.source
 
 
 def test_litellm_maps_errors(to: Any) -> None:

@@ -243,6 +243,10 @@ BROKEN = [
     ("gemma", "```tool_code "),
     ("mistral", '[TOOL_CALLS][{"'),
     ("mistral_args", "[TOOL_CALLS]x"),
+    ("glm45", "<tool_call>x<"),
+    ("minimax_m2", '<minimax:tool_call><invoke name="search"><parameter name="a">'),
+    ("deepseek_v32", '<\uff5cDSML\uff5cinvoke name="search"><\uff5cDSML\uff5cparameter name="a">'),
+    ("kimi_k2", "<|tool_call_begin|>x"),
     ("deepseek_v3", "<\uff5ctool\u2581call\u2581begin\uff5c>x"),
 ]
 
@@ -278,6 +282,11 @@ def test_text_after_many_broken_blocks_is_read_alike_however_it_is_split(num: in
         ("<\uff5ctool\u2581calls\u2581begin\uff5c>..```json", "deepseek_v3"),
         ("<\uff5ctool\u2581calls\u2581begin\uff5c>", "deepseek_v31"),
         ("<start_of_turn>", "gemma"),
+        ("<\uff5cDSML\uff5cfunction_calls>", "deepseek_v32"),
+        ("<tool_call>{name}\n<arg_key>{key}</arg_key>\n<arg_value>", "glm45"),
+        ("<tool_call>{name}<arg_key>{key}</arg_key><arg_value>", "glm47"),
+        ("<|tool_calls_section_begin|>", "kimi_k2"),
+        ("<minimax:tool_call>", "minimax_m2"),
         ("<|im_start|>", None),
     ],
 )

@@ -74,6 +74,16 @@ def test_the_last_line_is_one_object(policy: str, tmp_path: Path) -> None:
         ("--host-kv-tokens", "51200", "--disk-kv-tokens", "51200", "--kv-tokens", "32768"),
         ("--migrate", "--set", "experimental.tree_attention=false"),
         ("--open-loop",),
+        (
+            "--engine",
+            "vllm",
+            "--gateways",
+            "2",
+            "--set",
+            "mock.engines_per_device=2",
+            "--kv-tokens",
+            "32768",
+        ),
     ],
 )
 def test_options_are_taken(options: tuple[str, ...], tmp_path: Path) -> None:
@@ -87,6 +97,8 @@ def test_options_are_taken(options: tuple[str, ...], tmp_path: Path) -> None:
     [
         (("--engines", "0"), "engines=0: give at least 1"),
         (("--policy", "best"), "policy='best': give one of cost"),
+        (("--engine", "sglang"), "rules='sglang': give one of mallee, vllm"),
+        (("--engine", "vllm", "--migrate"), "can_migrate=True with the rules of vLLM"),
         (("--block-size", "100"), "divisor or a multiple of 512"),
         (("--concurrency", "0"), "--concurrency=0"),
         (("--timing", "abacus"), "timing='abacus'"),

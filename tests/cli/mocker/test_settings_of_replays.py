@@ -1,4 +1,4 @@
-"""K26, part: a replay honours or refuses each setting of a fleet by name, and says what has no effect."""
+"""K26, part: a replay honours or refuses each setting of a live fleet, and names what has no effect."""
 
 import json
 import re
@@ -154,7 +154,7 @@ def test_sizes_are_those_of_the_live_fleet(settings: list[str], fields: dict[str
         (["engine.speculation=prompt"], "engine.speculation='prompt' can't be replayed"),
         (["autoscaling.max_workers=8"], "sweep over --engines"),
         (["admission.tenant_weights={a: 2}"], "each session counts as one"),
-        (["engine.kind=vllm"], "engine.kind='vllm': a replay has Mallee's engines"),
+        (["engine.kind=vllm"], "engine.kind='vllm' can't be replayed by its settings"),
         (["engine.kind=model", "engine.host_gib=1", "routing.timing=dynamo"], "engine.host_gib"),
         (["scheduler.max_row=8"], "scheduler.max_rows"),
     ],

@@ -56,7 +56,7 @@ def test_a_mock_takes_what_was_measured_at_each_point(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(random_model("llama", 4).raw))
     out = tmp_path / "tiny.json"
-    arguments = ["profile", str(folder), "--random-weights", "--to", str(out), *SIZES]
+    arguments = ["profile", str(folder), "--random-weights", "--to", str(out), "--force", *SIZES]
     answer = CliRunner().invoke(cli, [*arguments, "--kv-tokens", "2048", "--dtype", "float32"])
     assert answer.exit_code == 0, answer.output
     found = read_timing(out)

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from mallee.gateway.access.access import Access
-from mallee.gateway.access.keys import NewKey, digest, new_key, parse
+from mallee.gateway.access.keys import NewKey, add_to, digest, new_key, parse, read_file
 from mallee.gateway.access.visits import UNLIMITED
 from mallee.protocol.api.shared import MAX_TENANT
 from mallee.protocol.errors import (
@@ -58,6 +58,75 @@ def made(tmp_path: Path, clock: Clock) -> Callable[..., Access]:
         return Access(file, {}, clock=clock, wall_clock=clock)
 
     return make
+
+
+def test_a_key_is_put_into_a_file_whole_or_not_at_all(tmp_path: Path) -> None:
+    """All that stands there stays as it is written, the owner and the mode too; a new file is private."""
+    file = tmp_path / "keys.yaml"
+    add_to(file, ALICE.entry)
+    assert file.stat().st_mode & 0o777 == 0o600
+    link = tmp_path / "link.yaml"
+    link.symlink_to(file)
+    add_to(link, BOB.entry)
+    assert link.is_symlink()
+    assert [key.name for key in read_file(file)] == ["alice", "bob"]
+    for before, kept in (
+        (
+            f"# ours\nkeys:\n  - name: a  # first\n    sha256: '{'0' * 64}'",
+            "# ours\nkeys:\n  - name: a  # first",
+        ),
+        (f"keys: [{{name: a, sha256: '{'0' * 64}'}}] # ours", "] # ours"),
+        ("keys: []  # none yet\n", "# none yet"),
+    ):
+        file.write_text(before)
+        file.chmod(0o640)
+        add_to(file, BOB.entry)
+        text = file.read_text()
+        assert kept in text
+        assert read_file(file)[-1].name == "bob"
+        assert file.stat().st_mode & 0o777 == 0o640
+        with pytest.raises(ConfigError, match="bob: another one has the same name"):
+            add_to(file, new_key("bob", "client", None).entry)
+        assert file.read_text() == text
+    file.write_text("keys: [")
+    with pytest.raises(ConfigError, match="no YAML"):
+        add_to(file, BOB.entry)
+    with pytest.raises(ConfigError, match=r"can't be written: No such file .*; it is as it was"):
+        add_to(tmp_path / "nowhere" / "keys.yaml", BOB.entry)
+    assert file.read_text() == "keys: ["
+    assert {each.name for each in tmp_path.iterdir()} == {"keys.yaml", "link.yaml"}
+
+
+def test_a_file_that_others_read_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = write(tmp_path / "keys.yaml", ALICE)
+    file.chmod(0o640)  # as a mounted secret
+    read_file(file)
+    assert not caplog.records
+    file.chmod(0o644)
+    read_file(file)
+    assert "has mode 644: every user of this machine reads it; chmod 600" in caplog.text
+
+
+async def test_a_broken_file_and_the_next_expiry_are_shown(
+    made: Callable[..., Access], clock: Clock, tmp_path: Path
+) -> None:
+    """Until it is right again, also if it comes back as it was; keys that have expired count no more."""
+    access = made(ALICE, expires="1970-01-12T13:46:50Z")
+    assert access.expiries == {"key": clock.now + 10.0, "certificate": 0.0}
+    assert not access.fault
+    file = tmp_path / "keys.yaml"
+    file.rename(tmp_path / "kept")
+    file.write_text("keys: [")
+    await access.reload()
+    assert "no YAML" in access.fault
+    (tmp_path / "kept").rename(file)
+    os.utime(file)
+    await access.reload()
+    assert not access.fault
+    clock.now += 10.0
+    assert access.expiries["key"] == 0.0
 
 
 def test_without_keys_or_with_that_of_the_environment_callers_are_the_operator(

@@ -18,6 +18,7 @@ from mallee.protocol.bookings import (
     Lag,
     PrefillDone,
 )
+from mallee.protocol.codec import encode
 from mallee.protocol.ids import Incarnation, RequestId, WorkerId
 from mallee.router.sync.outbox import Outbox
 from mallee.router.sync.replicas import Replicas
@@ -378,6 +379,23 @@ def test_a_snapshot_too_large_for_a_message_counts_shared_blocks_as_own() -> Non
     box.booked(booking("a", waypoints=bytes(800)))
     assert box.snapshot(800).bookings == (booking("a", waypoints=bytes(800)),)
     assert box.snapshot(799).bookings == (Booked("a", "w0", 1, b"", 0, 3, 32, 1, 8),)
+
+
+def test_a_snapshot_of_many_waiting_tenants_fits_into_a_message() -> None:
+    """In bytes: the first to come are told, in order."""
+    box, names = (
+        outbox(),
+        [f"{number:04}".rjust(128, "\N{DECIDUOUS TREE}") for number in range(4096)],
+    )
+    for name in names:
+        box.queued(name, 0, waits=True)
+    told = box.snapshot()
+    assert 400 < len(told.waits) < 4096
+    assert list(told.waits) == names[: len(told.waits)]
+    assert len(encode(told)) < 300_000
+    for name in names[:4000]:
+        box.queued(name, 0, waits=False)
+    assert list(box.snapshot().waits) == names[4000:]
 
 
 def test_whoever_empties_it_is_called_when_it_begins_to_fill() -> None:

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_late
 
 from mallee.api.callbacks.callbacks import Outcome
 from mallee.cli.metrics import declared
+from mallee.gateway.access.access import Access
 from mallee.gateway.metrics import MOST_TENANTS, GatewayMetrics
 from mallee.gateway.store.store import Store, StoreTerms
 from mallee.protocol.ids import WorkerId
@@ -33,6 +34,7 @@ def full_gateway() -> GatewayMetrics:
     router = Router(RouterConfig(max_workers=4), clock=lambda: 0.0)
     metrics.show_router(router.stats, lambda: DispatchStats({}, 0))
     metrics.show_store(Store(LocalBus(LocalHub()), StoreTerms("f")))
+    metrics.show_access(Access(None, {}))
     metrics.routed(WorkerId("w0"), 1, 1)
     metrics.answered("/v1/completions", 200)
     metrics.tenants.of("acme").asked()

@@ -1,6 +1,7 @@
 """Services on this machine, `mallee up` among them: what they refuse before they start anything."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -61,6 +62,7 @@ def test_a_ray_that_is_late_is_one_error_with_its_remedy(
         late,
         Exception("Head node session dir not found in NodeInfo."),
         OSError("no file"),
+        OSError("validate_socket_filename failed: AF_UNIX path length cannot exceed 107 bytes: /x"),
     ]
 
     def init(**options: Any) -> None:
@@ -77,3 +79,56 @@ def test_a_ray_that_is_late_is_one_error_with_its_remedy(
     assert type(found.value) is Exception
     with pytest.raises(OSError, match="no file"):
         LocalStack(config, port=0).start()
+    with pytest.raises(ConfigError, match=r"AF_UNIX path length .*: /x; set TMPDIR .* to a short"):
+        LocalStack(config, port=0).start()
+
+
+def test_haproxys_sockets_have_short_paths_whatever_tmpdir_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray puts them below a node's id of 56 characters, and HAProxy binds a name of 12 more first."""
+    (long := tmp_path / "scratch").mkdir()
+    config = AppConfig.model_validate({"model": "m", "engine": {"kind": "mock"}})
+    for folder in (str(long), "/tmp"):
+        monkeypatch.setattr("tempfile.tempdir", folder)
+        stack = LocalStack(config, port=0)
+        assert len(f"{stack._folder}/{'n' * 56}/admin.sock.1234567.tmp") <= 107
+        assert stack._folder.stat().st_mode & 0o777 == 0o700
+        stack.close()
+        assert not stack._folder.exists()
+
+
+def test_a_start_tells_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts that don't run yet, by the states of their replicas, for a log without a terminal too."""
+
+    def state(status: str, **parts: dict[str, int]) -> Any:
+        deployments = {
+            name: SimpleNamespace(
+                status="UPDATING" if "STARTING" in found or not found else "HEALTHY",
+                replica_states=found,
+            )
+            for name, found in parts.items()
+        }
+        app = SimpleNamespace(status=status, message="no memory", deployments=deployments)
+        return SimpleNamespace(applications={"mallee": app})
+
+    states = [
+        state("DEPLOYING", Worker={}, Gateway={"STARTING": 1}),
+        state("DEPLOYING", Worker={"STARTING": 1, "RUNNING": 2}, Gateway={"RUNNING": 1}),
+        state("RUNNING"),
+        state("DEPLOY_FAILED"),
+    ]
+    monkeypatch.setattr("ray.serve.status", lambda: states.pop(0))
+    monkeypatch.setattr("mallee.actors.local.TELL_S", 0.0)
+    monkeypatch.setattr("mallee.actors.local.LOOK_S", 0.0)
+    told = list[str]()
+    config = AppConfig.model_validate({"model": "m", "engine": {"kind": "mock"}})
+    stack = LocalStack(config, port=0, tell=told.append)
+    stack._wait_until_running()
+    assert [sentence.partition(", 0 s")[0] for sentence in told] == [
+        "waiting for Worker, Gateway (1 starting)",
+        "waiting for Worker (1 starting) (2 running)",
+    ]
+    with pytest.raises(RuntimeError, match="no memory"):
+        stack._wait_until_running()
+    stack.close()

@@ -49,15 +49,13 @@ SLIPS = [
     ([row(), row(timestamp=-1e300)], 2, "timestamp", 1),
     ([row(), row(tool_wait_ms=1e16)], 2, "tool_wait_ms", 1),
     ([row(), row(branches=1 << 17)], 2, "branches", 1),
-    ([row(), row(ids=(1, "x"))], 2, "hash_ids[1]", 1),
+    ([row(), row(ids=(1, 1.5))], 2, "hash_ids[1]", 1),
     ([row(), '{"timestamp": 1, "input_length": 5}'], 2, "output_length", 1),
     ([row()] * 300 + [row(ids=(1, 2, 3))], 301, "hash_ids", 300),
     ([row(), row(ids=tuple(range(99)))], 2, "hash_ids", 1),
-    ([row(5), row(4), row(6)], 2, "timestamp", 2),
     ([row()] * 300 + [row(session_id="s")], 301, "", 300),
     ([row(request_id="a"), row(request_id="a")], 2, "request_id", 1),
     ([AZURE, "2023-11-16 18:17:03.9,1,1", "2023-11-16 18:17:04.9,1"], 3, "", 1),
-    ([AZURE, "2023-11-16 18:17:03.9,1,1", "2023-11-16 18:17:01.9,1,1"], 3, "TIMESTAMP", 1),
     ([AZURE, "2023-11-16 18:17:03.9,1,1", "soon,1,1"], 3, "TIMESTAMP", 1),
     ([AZURE, "2023-11-16 18:17:03.9,1,1", "2023-11-16 18:17:04.9+00:00,1,1"], 3, "TIMESTAMP", 1),
     ([AZURE, "2023-11-16 18:17:03.9,1,1", "2023-11-16 18:17:04.9,1,x"], 3, "GeneratedTokens", 1),
@@ -75,7 +73,6 @@ SLIPS = [
     ([session(), session("b").replace('"in": 200, ', "")], 2, "requests[0].in", 1),
     ([session(), session()], 2, "id", 1),
     ([chat(1), chat(1)], 2, "chat_id", 1),
-    ([chat(1), chat(2, at=-1)], 2, "timestamp", 1),
     ([chat(1), chat(2, hash_ids=[1, 2, 3, 4])], 2, "hash_ids", 1),
     ([chat(1), chat(2).replace('"output_length": 4, ', "")], 2, "output_length", 1),
     ([dag("a", {}), dag("a", {})], 2, "session_id", 1),
@@ -221,7 +218,9 @@ def test_zstd_without_the_package_says_what_to_install(
 
 
 @examples(60)
-@given(st.lists(st.binary(max_size=60) | st.sampled_from([row().encode(), row(3).encode()])))
+@given(
+    st.lists(st.binary(max_size=60) | st.sampled_from([row().encode(), row(tokens=3000).encode()]))
+)
 def test_any_bytes_are_requests_or_problems(tmp_path: Path, lines: list[bytes]) -> None:
     path = tmp_path / "any"
     path.write_bytes(row().encode() + b"\n" + b"\n".join(lines))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mallee.mocker.policies import make_order
+from bench.mocker.policies import make_order
 from mallee.protocol.hashing import NO_HASHES
 from mallee.protocol.messages import Generate, Limits, Share
 from mallee.worker.kv.audit import check_tree

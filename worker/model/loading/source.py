@@ -126,10 +126,15 @@ def _from_hub(name: str) -> Path:
         ) from e
     try:
         return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+    except ImportError as e:  # a SOCKS proxy's
+        raise ModelNotFound(f"{name!r} is not a directory, and can't be fetched: {e}") from e
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as e:
+        cause = type(e).__name__
+        if isinstance(e, OSError) and e.filename is not None:
+            cause = f"{e.filename}: {e.strerror}, set HF_HOME"
         raise ModelNotFound(
             f"{name!r} is neither a directory here nor a model the hub gave us"
-            f" ({type(e).__name__}); give a directory, a .gguf file, {SMOLLM2!r} or a hub id",
+            f" ({cause}); give a directory, a .gguf file, {SMOLLM2!r} or a hub id",
             model=name,
         ) from e
 
@@ -150,7 +155,7 @@ def made_once(target: Path, write: Callable[[Path], dict[str, Any]]) -> Path:
     """`target`, with what `write` puts into a folder and the stamp that it returns, if it isn't there yet.
 
     The folder appears whole or not at all; of several processes one makes it. Raises ModelNotFound:
-    filelock is missing.
+    filelock is missing, or the place can't be written.
     """
     if (target / STAMP).is_file():
         return target
@@ -158,17 +163,22 @@ def made_once(target: Path, write: Callable[[Path], dict[str, Any]]) -> Path:
         from filelock import FileLock
     except ImportError as e:
         raise ModelNotFound(f"making {target.name} needs filelock: {_GGUF_REMEDY}") from e
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{target}.lock"):
-        if not (target / STAMP).is_file():
-            scratch = Path(tempfile.mkdtemp(dir=target.parent, prefix=".making-"))
-            try:
-                stamp = write(scratch)
-                (scratch / STAMP).write_text(json.dumps(stamp))
-                shutil.rmtree(target, ignore_errors=True)  # a directory without a stamp
-                scratch.replace(target)
-            finally:
-                shutil.rmtree(scratch, ignore_errors=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{target}.lock"):
+            if not (target / STAMP).is_file():
+                scratch = Path(tempfile.mkdtemp(dir=target.parent, prefix=".making-"))
+                try:
+                    stamp = write(scratch)
+                    (scratch / STAMP).write_text(json.dumps(stamp))
+                    shutil.rmtree(target, ignore_errors=True)  # a directory without a stamp
+                    scratch.replace(target)
+                finally:
+                    shutil.rmtree(scratch, ignore_errors=True)
+    except OSError as e:
+        raise ModelNotFound(
+            f"{target.parent} can't be written ({e.strerror}): set XDG_CACHE_HOME to a folder that can"
+        ) from e
     return target
 
 

@@ -90,7 +90,7 @@ async def test_workers_are_shown_below_the_state_of_the_service() -> None:
         " waiting 2  capsules 7  output tokens/s 0  prompt tokens/s 0  answers/s 0",
         " 1 workers  2 cache  3 load  4 requests",
         "╸━━━━━━━━━╺" + "━" * 85,
-        " worker  state    KV in use        rows  queue  prefill  cached  lease  weights  device",
+        " worker  state    KV in use        rows  queue  prefill  cached  lease  weights  device  cache",
         " w0      ready    ███░░░░░░░  30%     3      1        5       9  0.5 s  base",
         " w1      suspect  ███░░░░░░░  30%     3      1        5       9  0.5 s  base",
         " r Refresh  d Dark or light  q Quit",
