@@ -53,9 +53,8 @@ TAIL_NBYTES: Final = 4096  # of an answer, with the usage in it
 TOUCH_S: Final = 60.0  # between two signs of life of a long answer's booking
 RACE_S: Final = 1.0  # a request that was sent longer ago than this has been read
 RETRY_AFTER_S: Final = 1
-MOST_DEATHS: Final = (
-    2  # of backends, the last of which had said nothing: it may be the request's fault
-)
+# Backends that die with a request, the last before it said anything: the request may be the cause.
+MOST_DEATHS: Final = 2
 _OF_PROMPTS: Final = frozenset(name.encode() for name in (*SESSION_HEADERS, *OBJECTIVE_HEADERS))
 
 
@@ -296,6 +295,8 @@ class Exchange:
             return False
         if self._has_begun:
             if is_stream(self.request.target, status, lines):
+                assert self._stream is not None
+                self._stream.fault = b""  # it was of the backend before
                 return True
             self._backend = None
             self._failed(f"it answers {status}, and no stream")
@@ -522,9 +523,9 @@ class Exchange:
     def _end(self, how: End) -> None:
         self._is_over = True
         self._relay.counts.ended(how)
-        if self._num_pieces or self._tail:
+        if self.request.visit is not UNLIMITED:
             self.request.visit.charge(drawn_tokens(self._last_nbytes) or self._num_pieces)
-        self._visit.close()
+            self._visit.close()
         if self._trace is not None:
             self._trace.end(self.status, how)
         if self._stream is not None:

@@ -131,7 +131,7 @@ class Proxy(Front):
         path = path.removeprefix("/router")
         if path == "/health":
             return self._health()
-        if request.target == RELEASE:
+        if path == RELEASE.decode():
             return self._release(request.body)
         if not self.access.is_operator(_token(request)):
             return Refusal(403, "forbidden", "give an operator's key")

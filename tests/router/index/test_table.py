@@ -123,6 +123,20 @@ def test_answers_stay_right_while_a_table_grows_and_shrinks() -> None:
     assert len(sizes) > 4
 
 
+def test_blocks_removed_while_a_table_moves_are_holes() -> None:
+    """K1, part: segments that have moved are still in the old table, as they were before."""
+    truth = Truth(2, random_keys(np.random.default_rng(2), 100_000))
+    num_moving = 0
+    for start in range(0, len(truth.keys), 4000):
+        for worker in range(2):
+            truth.store(worker, np.arange(start, start + 4000))
+        num_moving += truth.index.work(200)
+        truth.remove(0, np.arange(start + 7, start + 4000, 20))
+        for at in range(start, start + 4000, 40):
+            truth.check_keys(np.arange(at, at + 40))
+    assert num_moving > 3
+
+
 def test_memory_is_given_back_when_blocks_are_gone() -> None:
     """K1, part: after mass removal, or clears, and `work`, a table is small again."""
     rng = np.random.default_rng(6)
