@@ -170,6 +170,7 @@ def _known(worker: Worker) -> Text:
 
 def _table(workers: Sequence[Worker]) -> Table:
     rows = [cells(each) for each in workers]
+    # The last columns, from the device on, are left out where they are empty.
     is_shown = [at < 9 or any(row[at].plain for row in rows) for at in range(len(COLUMNS))]
     names = tuple(compress(COLUMNS, is_shown))
     return grid(names, (tuple(compress(row, is_shown)) for row in rows), right=NUMBERS, whole=names)
