@@ -164,7 +164,7 @@ class Exchange:
             try:
                 self._visit.enter_context(self.request.visit)
             except MalleeError as error:
-                self._refuse(Refusal.of(error))
+                self._deny(error)
                 return
         self._message = self.request.message()
         headers = self._headers()
@@ -213,11 +213,16 @@ class Exchange:
             try:
                 self.request.visit.begin(prompt.num_branches, prompt.num_tokens)
             except MalleeError as error:
-                self._refuse(Refusal.of(error))
+                self._deny(error)
                 return
         outcome = self._place("")
         counts = self._relay.counts
         counts.decided(outcome, time.perf_counter() - began)
+
+    def _deny(self, error: MalleeError) -> None:
+        """Refuse a request that is beyond the limits of its key."""
+        self._relay.counts.denied(error.status)
+        self._refuse(Refusal.of(error))
 
     def _place(self, failure: str) -> str:
         """Choose a backend that was not tried, and go to it; returns the outcome.
