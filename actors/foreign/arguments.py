@@ -4,7 +4,6 @@ import ast
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 from mallee.protocol.errors import nearest
@@ -20,9 +19,7 @@ _OURS: Final = {
     "data_parallel_size": "give `workers`: each is a replica",
 }
 """Arguments that other settings decide."""
-_PLAIN: Final[Mapping[str, type]] = MappingProxyType(
-    {"int": int, "float": float, "str": str, "bool": bool, "None": type(None)}
-)
+_PLAIN: Final = {"int": int, "float": float, "str": str, "bool": bool, "None": type(None)}
 
 
 def known_arguments() -> dict[str, str] | None:

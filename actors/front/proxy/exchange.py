@@ -206,15 +206,15 @@ class Exchange:
             self._refuse(Refusal(500, "internal_error", "the router failed"))
 
     def _placed(self, prompt: Prompt, began: float) -> None:
-        if not self.request.body:
-            prompt = prompt._replace(max_tokens=1)
-        self._prompt = prompt
         if self.request.body:
             try:
                 self.request.visit.begin(prompt.num_branches, prompt.num_tokens)
             except MalleeError as error:
                 self._deny(error)
                 return
+        else:
+            prompt = prompt._replace(max_tokens=1)
+        self._prompt = prompt
         outcome = self._place("")
         counts = self._relay.counts
         counts.decided(outcome, time.perf_counter() - began)
