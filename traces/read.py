@@ -122,8 +122,9 @@ class _File:
         return _File(lines, head), "" if clock is None else clock.note
 
     def has_odd_rows(self) -> bool:
-        """Whether some of Mooncake's first rows are understood only as a table's."""
+        """Whether some of Mooncake's first rows are understood only as a table's, or none has a time."""
         unroll, _ = _unroller("mooncake", 0, 1.0, 1)
+        timed = [False]
         for number, line in self.head:
             try:
                 row = next(unroll(self.lines, number, line))
@@ -131,10 +132,10 @@ class _File:
             except (CodecError, msgspec.MsgspecError):
                 continue
             try:
-                rows.decoder.decode(line)
+                timed.append(rows.decoder.decode(line).timestamp != rows.UNTIMED)
             except msgspec.MsgspecError:
                 return True
-        return False
+        return len(timed) > 1 and not any(timed)
 
     def _read(self, read: Callable[[int, bytes], T]) -> Iterator[tuple[int, T]]:
         """With problems, the lines that can be read. Raises CodecError if none can, else at the first."""

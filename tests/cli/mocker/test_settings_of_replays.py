@@ -107,7 +107,7 @@ def test_a_setting_reaches_the_part_that_lives_by_it_and_no_other(key: str) -> N
     given = make_config(None, [f"{key}={text}"], {}, {"engine.kind": "mock"})
     value: Any = at(given, key)
     path = HONOURED[key]
-    scale = {"routing.max_index_mb": 1 << 20, "engine.max_below_mb": 1 << 20}
+    scale: dict[str, float] = {"routing.max_index_mb": 1 << 20, "engine.max_below_mb": 1 << 20}
     scale |= {"mock.device_slice_ms": 1e-3}
     config = settled(None, [f"{key}={text}"]).config
     found = at(config, path)
