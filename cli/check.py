@@ -82,7 +82,7 @@ def check(
             " and --router, and of those one alone"
         )
     if picker or router:
-        require_front("picker" if picker else "router", (), wants_events=False)
+        require_front("picker" if picker else "router", ())
     else:
         require_serve_extra(is_mocked=True)
     values = read_settings(file)

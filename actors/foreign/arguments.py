@@ -1,10 +1,9 @@
-"""Arguments of vLLM's engine in settings, held against vLLM's own source: it is read here, and not run."""
+"""Checks the arguments of vLLM's engine in settings against vLLM's source, which is read and not run."""
 
 import ast
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 from mallee.protocol.errors import nearest
@@ -20,9 +19,7 @@ _OURS: Final = {
     "data_parallel_size": "give `workers`: each is a replica",
 }
 """Arguments that other settings decide."""
-_PLAIN: Final[Mapping[str, type]] = MappingProxyType(
-    {"int": int, "float": float, "str": str, "bool": bool, "None": type(None)}
-)
+_PLAIN: Final = {"int": int, "float": float, "str": str, "bool": bool, "None": type(None)}
 
 
 def known_arguments() -> dict[str, str] | None:
@@ -41,7 +38,10 @@ def known_arguments() -> dict[str, str] | None:
 
 
 def argument_faults(given: Mapping[str, Any], known: Mapping[str, str] | None) -> Iterator[str]:
-    """A sentence for each argument that is not taken or can't have its value. `known` None: not here."""
+    """A sentence for each argument that is not taken or can't have its value.
+
+    `known`: as `known_arguments` found them. None: names and values are not checked.
+    """
     for name, value in given.items():
         if name in _OURS:
             yield f"engine.vllm.{name} is not taken: {_OURS[name]}"
@@ -54,10 +54,6 @@ def argument_faults(given: Mapping[str, Any], known: Mapping[str, str] | None) -
 
 
 def _fits(value: object, annotation: str) -> bool:
-    """Whether a value is of a plain type; of others vLLM knows."""
+    """Whether a value has one of the types; types that are not plain are left to vLLM."""
     kinds = [_PLAIN.get(each) for each in annotation.split(" | ")]
-    if None in kinds:
-        return True
-    if isinstance(value, int) and not isinstance(value, bool) and float in kinds:
-        return True
-    return type(value) in kinds
+    return None in kinds or type(value) in kinds or (type(value) is int and float in kinds)

@@ -136,7 +136,7 @@ def cached_tokens(tail: bytes) -> int | None:
 
 
 def drawn_tokens(tail: bytes) -> int | None:
-    """As `cached_tokens`, those of the answer."""
+    """The answer's tokens, by its usage; None: it does not say."""
     return _last(_DRAWN, tail)
 
 

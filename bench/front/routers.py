@@ -29,6 +29,7 @@ import itertools
 import json
 import os
 import random
+import signal
 import statistics
 import sys
 import time
@@ -72,6 +73,8 @@ async def running(command: Sequence[str], port: int) -> AsyncIterator[int]:
                         break
                 assert process.returncode is None, f"{command[0]} has ended"
                 await asyncio.sleep(0.1)
+            else:
+                raise TimeoutError(f"{command[0]} does not answer at port {port}")
         await asyncio.sleep(1.0)
         yield process.pid
     finally:
@@ -110,16 +113,8 @@ def command_of(
         if side.policy == "events":
             return [*made, "--model", args.model]
         return made + (["--set", f"routing.policy={side.policy}"] if side.policy else [])
-    made = [
-        getattr(args, side.program),
-        "--worker-urls",
-        *urls,
-        "--policy",
-        side.policy,
-        "--port",
-        str(port),
-    ]
-    made += ["--prometheus-port", str(free_port())]
+    made = [getattr(args, side.program), "--worker-urls", *urls, "--policy", side.policy]
+    made += ["--port", str(port), "--prometheus-port", str(free_port())]
     if side.policy == "kv_aware":
         for url, events in zip(urls, pods.values(), strict=True):
             made += ["--kv-event-source", f"{url}=tcp://127.0.0.1:{events}"]
@@ -227,7 +222,8 @@ VLLM_SIDES: Final = tuple(
     if side.name in ("mallee_events", "round_robin", "vllm_router_round_robin")
 )
 CONVERSATIONS, TURNS, SHARED, TURN = 10, 5, 320, 160  # the last two in tokens
-SERVER_BLOCKS = 160  # of 32 tokens: half of what the conversations grow to
+SERVER_BLOCKS = 160  # of 32 tokens: the conversations grow to 260
+START_S = 300.0  # in which both servers must have loaded
 
 
 @asynccontextmanager
@@ -246,9 +242,13 @@ async def vllm_servers(python: str) -> AsyncIterator[dict[str, int]]:
             env = {**os.environ, **vllm_env(1), "KMP_BLOCKTIME": "0"}
             env.pop("PYTHONPATH", None)
             quiet = asyncio.subprocess.DEVNULL
-            processes.append(await asyncio.create_subprocess_exec(*command, env=env, stdout=quiet))
+            processes.append(
+                await asyncio.create_subprocess_exec(
+                    *command, env=env, stdout=quiet, start_new_session=True
+                )
+            )
             made[f"127.0.0.1:{port}"] = events
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient() as client, asyncio.timeout(START_S):
             for address, process in zip(made, processes, strict=True):
                 while process.returncode is None:
                     with contextlib.suppress(httpx.HTTPError):
@@ -259,12 +259,8 @@ async def vllm_servers(python: str) -> AsyncIterator[dict[str, int]]:
         yield made
     finally:
         for process in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                # Its engine's process survives it.
-                for each in psutil.Process(process.pid).children(recursive=True):
-                    each.kill()
-            if process.returncode is None:
-                process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # its engine's process would survive it
             await process.wait()
 
 

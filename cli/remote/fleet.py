@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
 from typing import Any, Final, NamedTuple
 
 from rich.console import Group
@@ -169,12 +170,10 @@ def _known(worker: Worker) -> Text:
 
 def _table(workers: Sequence[Worker]) -> Table:
     rows = [cells(each) for each in workers]
-    last = [at for at in (9, 10) if any(row[at].plain for row in rows)]
-    names, shown = (
-        [COLUMNS[at] for at in last],
-        [row[:9] + tuple(row[at] for at in last) for row in rows],
-    )
-    return grid((*COLUMNS[:9], *names), shown, right=NUMBERS, whole=(*COLUMNS[:9], *names))
+    # The last columns, from the device on, are left out where they are empty.
+    is_shown = [at < 9 or any(row[at].plain for row in rows) for at in range(len(COLUMNS))]
+    names = tuple(compress(COLUMNS, is_shown))
+    return grid(names, (tuple(compress(row, is_shown)) for row in rows), right=NUMBERS, whole=names)
 
 
 def bar(share: float) -> Text:

@@ -18,7 +18,7 @@ F = TypeVar("F", bound="FrontConfig")
 
 @dataclass(frozen=True, slots=True)
 class FrontOptions:
-    """The options of both; those but the first two are settings of the same name."""
+    """The options of both; those but `config` and `set_` are settings of the same name."""
 
     config: Annotated[
         Path | None, typer.Option(help="YAML file of settings, as the docs list them.")
@@ -43,21 +43,20 @@ _NEEDED: Final = ("httptools", "tokenizers", "jinja2", "nats", "pydantic", "yaml
 
 
 def make_front_config(
-    schema: type[F],
-    command: str,
-    needed: Sequence[str],
-    front: FrontOptions,
-    own: Mapping[str, tuple[str, object]],
+    schema: type[F], command: str, front: FrontOptions, own: Mapping[str, tuple[str, object]]
 ) -> F:
     """The settings by all layers, with the command's `own` options. Raises ConfigError."""
-    shared = [each.name for each in fields(front)[2:]]
-    given = {f"--{name.replace('_', '-')}": (name, getattr(front, name)) for name in shared}
-    made = layered(schema, {}, front.config, front.set_, {**given, **own})
-    require_front(command, needed, wants_events=made.events_port is not None)
+    shared = [each.name for each in fields(front) if each.name not in ("config", "set_")]
+    given: dict[str, tuple[str, object]] = {
+        f"--{name.replace('_', '-')}": (name, getattr(front, name)) for name in shared
+    }
+    made = layered(schema, {}, front.config, front.set_, given | dict(own))
+    if made.events_port is not None:
+        require_front(command, ("zmq",))
     return made
 
 
-def require_front(command: str, needed: Sequence[str], *, wants_events: bool) -> None:
+def require_front(command: str, needed: Sequence[str]) -> None:
     """Raises ConfigError that names the remedy if packages are missing."""
-    packages = (*_NEEDED, *needed, *(("zmq",) if wants_events else ()))
+    packages = (*_NEEDED, *needed)
     require_packages(packages, f"`pip install 'mallee[{_EXTRAS[command]}]'` for the {command}")

@@ -14,8 +14,6 @@ from mallee.cli.serving.signals import until_signal
 if TYPE_CHECKING:
     from mallee.actors.front.picker.config import PickerConfig
 
-_NEEDED = ("grpc", "google.protobuf")
-
 
 @with_groups
 def picker(
@@ -29,11 +27,11 @@ def picker(
 
     Example: mallee picker --model Qwen/Qwen3-8B --endpoint 10.0.0.7:8000
     """
-    require_front("picker", _NEEDED, wants_events=front.events_port is not None)
+    require_front("picker", ("grpc", "google.protobuf"))
     from mallee.actors.front.picker.config import PickerConfig
 
     own = {"--endpoint": ("endpoints", tuple(endpoint) if endpoint else None)}
-    made = make_front_config(PickerConfig, "picker", _NEEDED, front, own)
+    made = make_front_config(PickerConfig, "picker", front, own)
     asyncio.run(until_signal(_serve(made)))
 
 

@@ -13,8 +13,6 @@ from mallee.cli.serving.signals import until_signal
 if TYPE_CHECKING:
     from mallee.actors.front.proxy.config import ProxyConfig
 
-_NEEDED = ("uvloop",)
-
 
 @with_groups
 def router(
@@ -35,7 +33,7 @@ def router(
 
     Example: mallee router --backends http://10.0.0.7:8000,http://10.0.0.8:8000
     """
-    require_front("router", _NEEDED, wants_events=front.events_port is not None)
+    require_front("router", ("uvloop",))
     from mallee.actors.front.proxy.config import ProxyConfig
 
     listed = None if backends is None else tuple(filter(None, map(str.strip, backends.split(","))))
@@ -44,7 +42,7 @@ def router(
         "--backends-file": ("endpoints_file", backends_file),
         "--keys-file": ("keys_file", keys_file),
     }
-    made = make_front_config(ProxyConfig, "router", _NEEDED, front, own)
+    made = make_front_config(ProxyConfig, "router", front, own)
     import uvloop
 
     from mallee.runtime.telemetry import logs

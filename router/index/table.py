@@ -135,9 +135,9 @@ class Table:
         mean = self.num_keys / layout.NUM_SEGMENTS
         most = int(self.control[layout.AT_MAX_KEYS]) / layout.NUM_SEGMENTS  # more would stay empty
         wanted = min(mean * 2 + 5 * math.sqrt(mean), most * 1.25 + 6 * math.sqrt(most))
-        return (
-            max(int(wanted), int(counts.max()) * 3 // 2, self._cap() // 3) + 11
-        ) & ~3  # whole lines
+        least = max(int(wanted), int(counts.max()) * 3 // 2, self._cap() // 3) + 8
+        line = 1 << layout.LINE_SHIFT
+        return -(-least // line) * line
 
     def _begin(self) -> None:
         """Allocate the next table, of a size for what is held now."""

@@ -100,8 +100,8 @@ class Outbox:
     def snapshot(self, max_waypoints_nbytes: int = 4 << 20) -> BookingSnapshot:
         """All live bookings, those that still wait included.
 
-        With more waypoints than a message can carry, all go without: their blocks count as their own. Of
-        the tenants that wait, those whose names fit in are told, the first to come first.
+        With more waypoints than a message can carry, all go without: their blocks count as their own.
+        Tenants that wait are named in their order, as far as MAX_WAITS_NBYTES allows.
         """
         bookings = tuple(self._live.values())
         if sum(len(booking.waypoints) for booking in bookings) > max_waypoints_nbytes:

@@ -16,7 +16,7 @@ from mallee.actors.front.picker.config import PickerConfig
 from mallee.actors.front.picker.picker import Picker
 from mallee.actors.front.pods.kubernetes import ApiServer, PoolEndpoints, PoolSpec
 from mallee.cli.main import cli
-from mallee.cli.serving.fronts import make_front_config
+from mallee.cli.serving.fronts import FrontOptions, make_front_config
 from mallee.testing.vllm_pod import VllmPod
 from support.chart import CHART, MINIMAL, PICKERS, Object, merged, objects, one, pods, rendered
 from support.pickers import Proxy
@@ -73,7 +73,8 @@ def settings_of(found: list[Object], folder: Path, *assignments: str) -> PickerC
     source = next(each for each in spec_of(found)["volumes"] if each["name"] == volume)
     data = one(found, "ConfigMap", source["configMap"]["name"])["data"]
     (folder / config.name).write_text(data[config.name])
-    return make_front_config(PickerConfig, "picker", folder / config.name, list(assignments), {})
+    front = FrontOptions(config=folder / config.name, set_=list(assignments))
+    return make_front_config(PickerConfig, "picker", front, {})
 
 
 def mounts(found: list[Object]) -> Iterator[tuple[str, str]]:

@@ -53,9 +53,8 @@ TAIL_NBYTES: Final = 4096  # of an answer, with the usage in it
 TOUCH_S: Final = 60.0  # between two signs of life of a long answer's booking
 RACE_S: Final = 1.0  # a request that was sent longer ago than this has been read
 RETRY_AFTER_S: Final = 1
-MOST_DEATHS: Final = (
-    2  # of backends, the last of which had said nothing: it may be the request's fault
-)
+# Backends that die with a request, the last before it said anything: the request may be the cause.
+MOST_DEATHS: Final = 2
 _OF_PROMPTS: Final = frozenset(name.encode() for name in (*SESSION_HEADERS, *OBJECTIVE_HEADERS))
 
 
@@ -165,7 +164,7 @@ class Exchange:
             try:
                 self._visit.enter_context(self.request.visit)
             except MalleeError as error:
-                self._refuse(Refusal.of(error))
+                self._deny(error)
                 return
         self._message = self.request.message()
         headers = self._headers()
@@ -207,18 +206,23 @@ class Exchange:
             self._refuse(Refusal(500, "internal_error", "the router failed"))
 
     def _placed(self, prompt: Prompt, began: float) -> None:
-        if not self.request.body:
-            prompt = prompt._replace(max_tokens=1)
-        self._prompt = prompt
         if self.request.body:
             try:
                 self.request.visit.begin(prompt.num_branches, prompt.num_tokens)
             except MalleeError as error:
-                self._refuse(Refusal.of(error))
+                self._deny(error)
                 return
+        else:
+            prompt = prompt._replace(max_tokens=1)
+        self._prompt = prompt
         outcome = self._place("")
         counts = self._relay.counts
         counts.decided(outcome, time.perf_counter() - began)
+
+    def _deny(self, error: MalleeError) -> None:
+        """Refuse a request that is beyond the limits of its key."""
+        self._relay.counts.denied(error.status)
+        self._refuse(Refusal.of(error))
 
     def _place(self, failure: str) -> str:
         """Choose a backend that was not tried, and go to it; returns the outcome.
@@ -296,6 +300,8 @@ class Exchange:
             return False
         if self._has_begun:
             if is_stream(self.request.target, status, lines):
+                assert self._stream is not None
+                self._stream.fault = b""  # it was of the backend before
                 return True
             self._backend = None
             self._failed(f"it answers {status}, and no stream")
@@ -522,9 +528,9 @@ class Exchange:
     def _end(self, how: End) -> None:
         self._is_over = True
         self._relay.counts.ended(how)
-        if self._num_pieces or self._tail:
+        if self.request.visit is not UNLIMITED:
             self.request.visit.charge(drawn_tokens(self._last_nbytes) or self._num_pieces)
-        self._visit.close()
+            self._visit.close()
         if self._trace is not None:
             self._trace.end(self.status, how)
         if self._stream is not None:

@@ -34,9 +34,7 @@ if TYPE_CHECKING:
 SWEEP_S: Final = 0.25
 BACKLOG: Final = 1024
 HEALTH: Final = (b"/health", b"/router/health")
-PAGES: Final = (
-    *("/health", "/metrics", "/router/backends", "/v1/router/workers", "/v1/router/explain"),
-)
+PAGES: Final = "/health, /metrics, /router/backends, /v1/router/workers, /v1/router/explain"
 
 
 class Proxy(Front):
@@ -131,7 +129,7 @@ class Proxy(Front):
         path = path.removeprefix("/router")
         if path == "/health":
             return self._health()
-        if request.target == RELEASE:
+        if path == RELEASE.decode():
             return self._release(request.body)
         if not self.access.is_operator(_token(request)):
             return Refusal(403, "forbidden", "give an operator's key")
@@ -149,7 +147,7 @@ class Proxy(Front):
                 return Page(200, msgspec.json.encode(self._workers()))
             case "/v1/router/explain":
                 return self._decisions({key: value[-1] for key, value in parse_qs(query).items()})
-        return Refusal(404, "not_found", f"pages here: {', '.join(PAGES)}")
+        return Refusal(404, "not_found", f"pages here: {PAGES}")
 
     def _workers(self) -> dict[str, Any]:
         """The backends as a service lists its workers; those that get no requests are among them."""

@@ -20,11 +20,9 @@ from mallee.runtime.telemetry.tracing import genai
 from mallee.runtime.telemetry.tracing.provider import Tracing
 
 # Other paths may hold clients' names.
-_ROUTES: Final = frozenset(
-    (
-        *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
-        *("/v1/embeddings", "/v1/models", "/v1/router/select"),
-    )
+_ROUTES: Final = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
+    *("/v1/embeddings", "/v1/models", "/v1/router/select"),
 )
 
 
@@ -36,8 +34,8 @@ class ForwardSpans:
 
     def begin(self, method: str, path: str, lines: Sequence[Line]) -> "ForwardTrace | None":
         """The trace of a request; None: it is not sampled. `lines`: of its head."""
-        told = {name.decode("latin-1"): value.decode("latin-1") for name, value, _ in lines}
-        context = propagate.extract(told)
+        head = {name.decode("latin-1"): value.decode("latin-1") for name, value, _ in lines}
+        context = propagate.extract(head)
         path = path.partition("?")[0]
         route = path if path in _ROUTES else "other"
         span = self._tracer.start_span(

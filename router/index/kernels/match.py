@@ -108,6 +108,8 @@ def look_up(s: int, hashes: Hashes, start: int, stop: int, known: int) -> int:
         line = table + 64 * (segment_of(key) * lines + line_of(key, lines))
         put(found, i - start, line)
         fetch(line)
+    # While the table moves, entries that have moved are still here, as they were then.
+    is_moving = get(s, layout.AT_NEXT_CAP) != 0
     others = 0
     for i in range(stop - start):  # without branches: most could not be foreseen
         line = get(found, i)
@@ -116,8 +118,8 @@ def look_up(s: int, hashes: Hashes, start: int, stop: int, known: int) -> int:
         value = get(line, 2 * trailing_zeros(place | 8) + 1)
         is_found = (place != 0) & (key != 0)
         put(found, i, value if is_found else -1)
-        others |= (1 - int(is_found & (value & layout.LOW == known))) << i
-    is_moving = get(s, layout.AT_NEXT_CAP) != 0
+        is_known = is_found & (value & layout.LOW == known) & (not is_moving)
+        others |= (1 - int(is_known)) << i
     left = others
     while left != 0:
         i = trailing_zeros(left)

@@ -243,7 +243,10 @@ async def test_a_stream_whose_engine_died_behind_its_server_goes_on(
     async def script(backend: Backend, request: Received, writer: asyncio.StreamWriter) -> None:
         bodies.append(json.loads(request.body))
         if len(bodies) == 2:
-            writer.write(SSE + chunked(_event(text="cd", finish_reason="stop"), DONE))
+            writer.write(SSE + chunked(_event(text="c")).removesuffix(b"0\r\n\r\n"))
+            await writer.drain()
+            await asyncio.sleep(0.01)
+            writer.write(chunked(_event(text="d", finish_reason="stop"), DONE))
             return
         pieces = [*([_event(text=begun)] if begun else []), _fault(500), DONE]
         for piece in pieces if is_split else [b"".join(pieces)]:

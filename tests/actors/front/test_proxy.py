@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import json
+import re
 import socket
 from itertools import groupby
 from pathlib import Path
@@ -21,6 +22,7 @@ from mallee.actors.front.proxy.proxy import Proxy
 from mallee.actors.front.proxy.spans import ForwardSpans
 from mallee.gateway.access.keys import new_key
 from mallee.protocol.errors import ConfigError
+from mallee.runtime.telemetry.families import exposition
 from mallee.testing.vllm_pod import VllmPod
 from support.backends import (
     PLAIN,
@@ -638,6 +640,9 @@ async def test_limits_of_keys_hold_as_at_a_service(
         assert (await client.ask(message("running"))).status == 200
         assert (await client.ask(message("branches", n=2))).status == 200
         assert (await refused("branches", n=3))[0] == 400, "never"
+        page = b"".join(exposition(proxy.counts.registry, "")).decode()
+        denied = dict(re.findall(r'mallee_router_denied_total\{.*status="(\d+)".*\} (\d)', page))
+        assert denied == {"429": "3", "400": "1"}
         assert len(backend.received) == 7
     del entries[:-1]
     entries[0]["expires"] = "2099-01-01T00:00:00Z"

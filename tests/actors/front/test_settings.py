@@ -12,7 +12,7 @@ from mallee.actors.front.config import FrontConfig
 from mallee.actors.front.picker.config import PickerConfig
 from mallee.actors.front.proxy.config import ProxyConfig
 from mallee.cli.main import cli
-from mallee.cli.serving.fronts import make_front_config
+from mallee.cli.serving.fronts import FrontOptions, make_front_config
 from mallee.protocol.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
@@ -50,7 +50,7 @@ def test_wrong_settings_are_refused_by_name(
     file = tmp_path / "picker.yaml"
     file.write_text(json.dumps(values))
     with pytest.raises(ConfigError, match=re.escape(said)) as error:
-        make_front_config(PickerConfig, "picker", file, None, {})
+        make_front_config(PickerConfig, "picker", FrontOptions(config=file), {})
     assert "u:p" not in str(error.value)
 
 
@@ -69,10 +69,12 @@ def test_the_routers_page_names_its_own_settings_with_their_defaults() -> None:
 def test_options_win_over_assignments_and_those_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "picker.yaml"
     file.write_text("{pool: one, fallbacks: 5, routing: {policy: cost}, scrape_s: 3}")
-    options = {"--pool": ("pool", "three"), "--namespace": ("namespace", None)}
     assigned = ["pool=two", "routing.policy=random", "scrape_s=2"]
-    found = make_front_config(PickerConfig, "picker", file, assigned, options)
+    front = FrontOptions(config=file, set_=assigned, pool="three", model="m")
+    own = {"--endpoint": ("endpoints", None)}
+    found = make_front_config(PickerConfig, "picker", front, own)
     assert (found.pool, found.fallbacks, found.scrape_s) == ("three", 5, 2)
+    assert (found.model, found.endpoints) == ("m", ())
     assert found.routing.policy == "random"
 
 

@@ -123,6 +123,19 @@ def test_answers_stay_right_while_a_table_grows_and_shrinks() -> None:
     assert len(sizes) > 4
 
 
+def test_blocks_removed_while_a_table_moves_are_holes() -> None:
+    """K1, part: segments that have moved are still in the old table, as they were before."""
+    truth, num_held = Truth(2, random_keys(np.random.default_rng(2), 300_000)), 0
+    while num_held == 0 or not truth.index.work(1):
+        for worker in range(2):
+            truth.store(worker, np.arange(num_held, num_held + 1000))
+        num_held += 1000
+    truth.remove(0, np.arange(7, num_held, 20))
+    assert truth.index.work(1), "it still moves"
+    for at in range(0, num_held, 40):
+        truth.check_keys(np.arange(at, at + 40))
+
+
 def test_memory_is_given_back_when_blocks_are_gone() -> None:
     """K1, part: after mass removal, or clears, and `work`, a table is small again."""
     rng = np.random.default_rng(6)
