@@ -63,10 +63,8 @@ def test_intervals_hold_their_median() -> None:
 
 
 def test_the_page_is_fresh_and_has_every_result() -> None:
-    assert tables.PAGE.read_text() == tables.page(), "run python -m bench.report.tables"
-    assert tables.FIDELITY.read_text() == tables.fidelity_page(), (
-        "run python -m bench.report.tables"
-    )
+    assert tables.PAGE.read_text() == tables.page(), "run make figures"
+    assert tables.FIDELITY.read_text() == tables.fidelity_page(), "run make figures"
     results = {path.stem for path in tables.RESULTS.glob("*.json")} - {"nightly"}  # `make nightly`
     assert results == set(tables.SECTIONS)
 
