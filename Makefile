@@ -177,8 +177,8 @@ generate: setup
 	PYTHONPATH=tests $(BIN)/python -m support.fields
 
 figures: setup
-	$(BIN)/python -m bench.tables
-	$(BIN)/python -m bench.headline
+	$(BIN)/python -m bench.report.tables
+	$(BIN)/python -m bench.report.headline
 
 DOCKER ?= docker
 VARIANT ?= cpu

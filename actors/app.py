@@ -282,7 +282,7 @@ class GatewayReplica:
         broker: DeploymentHandle[Any] | None,
     ) -> None:
         self._drain_s = config.drain_s
-        self._names = cluster.Names.of(_app_name(), "gateway")
+        self._names = cluster.Names.of(f"gateways of {_app_name()}")
         self._claim = await asyncio.to_thread(self._names.claim)
         # Metrics have the number alone, which comes again: an update makes no new series.
         label = f"g{self._claim.number}"

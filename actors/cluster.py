@@ -58,31 +58,26 @@ class RayStore:
 
 
 class Names:
-    """The numbers of an app's workers, or of another kind, and their lives, in Ray's store. Its calls block.
+    """The numbers of a group's replicas, and their lives, in Ray's store. Its calls block.
 
+    A group has a name of its own in the cluster: that of an app for its workers.
     Owners are actors' ids; `is_alive` says of one whether that actor lives.
     """
 
     def __init__(
-        self,
-        store: RayStore,
-        app: str,
-        owner: str,
-        *,
-        is_alive: Callable[[str], bool],
-        kind: str = "worker",
+        self, store: RayStore, group: str, owner: str, *, is_alive: Callable[[str], bool]
     ) -> None:
         self._store = store
-        self._prefix = f"{kind}:{app}:"
+        self._prefix = f"worker:{group}:"
         self._owner = owner
         self._is_alive = is_alive
 
     @classmethod
-    def of(cls, app: str, kind: str = "worker") -> "Names":
+    def of(cls, group: str) -> "Names":
         """As the actor that calls this claims them."""
         owner = ray.get_runtime_context().get_actor_id()
         assert owner is not None, "only actors have numbers"
-        return cls(RayStore(), app, owner, is_alive=_is_alive, kind=kind)
+        return cls(RayStore(), group, owner, is_alive=_is_alive)
 
     def claim(self) -> Claim:
         """Take the lowest number whose last owner is dead, in a new life.

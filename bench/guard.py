@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from bench import ROOT
-from bench.tables import at, load
+from bench.report.tables import at, load
 
 BAR: Final = 0.95
 LIMIT_S: Final = 900.0  # for one turn of one bench

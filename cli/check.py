@@ -343,6 +343,10 @@ def _shared_fleets(applications: list[Application]) -> Iterator[str]:
 
 def ignored_options(values: dict[str, Any]) -> Iterator[str]:
     """Options that the running Serve has otherwise, and keeps whatever is deployed. Raises ConfigError."""
+    if "applications" not in values:
+        raise ConfigError(
+            "--running compares a serve.yaml or a RayService manifest: give one of them"
+        )
     require_serve_extra()
     from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
     from ray.exceptions import RayError

@@ -40,8 +40,14 @@ _LOOPBACK = re.compile(r"https?://(localhost|127(\.\d+){3}|\[::1\])(:\d+)?(/.*)?
 
 def connections(kind: type[C], base_url: str) -> C:
     """Connections to a service, to one on loopback past any proxy. Raises ConfigError for an unusable one."""
+    import httpx
+
     try:
-        return kind(trust_env=_LOOPBACK.fullmatch(base_url) is None)
+        if _LOOPBACK.fullmatch(base_url) is None:
+            return kind()
+        # Authorities of the environment (SSL_CERT_FILE) hold on loopback too.
+        is_tls = base_url.startswith("https")
+        return kind(trust_env=False, verify=httpx.create_ssl_context() if is_tls else True)
     except (ImportError, ValueError) as error:  # SOCKS without its package, or an unknown scheme
         raise ConfigError(
             f"the proxy that the environment names can't be used: {error} Or name the host in no_proxy"

@@ -188,7 +188,13 @@ class MockStack:
             text = "process %d of engines ended with status %d: it is started again"
             log.warning(text, child.pid, status)
             await self._spawn(number)
-            await self._ready(number)
+            try:
+                async with asyncio.timeout(START_TIMEOUT_S):
+                    await self._ready(number)
+            except TimeoutError as error:
+                raise ConfigError(
+                    f"a process of mocked engines did not start again in {START_TIMEOUT_S:.0f} s"
+                ) from error
 
     async def _ready(self, number: int) -> None:
         child = self.children[number]

@@ -4,7 +4,6 @@ Keys are long and random (`mallee keys new`), so that a plain SHA-256 can't be t
 up by a digest that is keyed anew in each process, so that no timing tells how much of a guess was right.
 """
 
-import fcntl
 import hashlib
 import hmac
 import json
@@ -115,6 +114,8 @@ def add_to(path: Path, entry: dict[str, Any]) -> None:
 
     What else stands in the file stays as it is written; its owner and mode stay, too.
     """
+    import fcntl  # of POSIX, which only those who add keys need
+
     path = path.resolve()  # the link to a file stays one
     try:
         folder = os.open(path.parent, os.O_RDONLY)
@@ -150,19 +151,16 @@ def _with_entry(text: str, entry: dict[str, Any], source: str) -> str:
 
 def _replace(path: Path, text: str, before: os.stat_result | None) -> None:
     """Put a whole file in the place of `path`. Raises OSError."""
-    made, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 600
-    try:
-        with open(made, "w", encoding="utf-8") as file:
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+        made = Path(folder, path.name)
+        with made.open("w", encoding="utf-8") as file:
+            os.fchmod(file.fileno(), 0o600 if before is None else before.st_mode & 0o777)
             if before is not None:
-                os.fchown(made, before.st_uid, before.st_gid)
-                os.fchmod(made, before.st_mode & 0o777)
+                os.fchown(file.fileno(), before.st_uid, before.st_gid)
             file.write(text)
             file.flush()
-            os.fsync(made)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+            os.fsync(file.fileno())
+        made.replace(path)
 
 
 def digest(token: str) -> str:

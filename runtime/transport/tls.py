@@ -31,9 +31,10 @@ def client_tls(files: TlsFiles) -> ssl.SSLContext:
 
 
 def expiry(files: TlsFiles) -> float:
-    """The end of the certificate, which was loaded before, in seconds since the epoch."""
-    from cryptography import x509  # where there is Ray
+    """The end of the certificate, in seconds since the epoch. Raises ConfigError."""
+    from cryptography import x509  # which `router` and `picker` do without
 
+    server_tls(files)  # names what is wrong with the files
     found = x509.load_pem_x509_certificate(Path(files.cert).read_bytes())
     return found.not_valid_after_utc.timestamp()
 

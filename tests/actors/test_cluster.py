@@ -21,7 +21,7 @@ def test_a_worker_that_is_replaced_comes_back_under_its_name_in_the_next_life() 
     assert take("d") == Claim(0, 3)
     other = Names(store, "another app", "e", is_alive=bool).claim()
     assert other == Claim(0, 1), "apps of one cluster have numbers of their own"
-    gateway = Names(store, "app", "g", is_alive=bool, kind="gateway").claim()
+    gateway = Names(store, "gateways of app", "g", is_alive=bool).claim()
     assert gateway == Claim(0, 1), "and so have their gateways"
 
 

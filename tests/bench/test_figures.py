@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from bench import headline, measure, tables
+from bench import measure
 from bench.block_tables import Shape, Shared, Steps, compare, placements, reason_to_skip
+from bench.report import headline, tables
 from bench.router import ranking
 from bench.search.__main__ import interval
 
@@ -62,8 +63,8 @@ def test_intervals_hold_their_median() -> None:
 
 
 def test_the_page_is_fresh_and_has_every_result() -> None:
-    assert tables.PAGE.read_text() == tables.page(), "run python -m bench.tables"
-    assert tables.FIDELITY.read_text() == tables.fidelity_page(), "run python -m bench.tables"
+    assert tables.PAGE.read_text() == tables.page(), "run make figures"
+    assert tables.FIDELITY.read_text() == tables.fidelity_page(), "run make figures"
     results = {path.stem for path in tables.RESULTS.glob("*.json")} - {"nightly"}  # `make nightly`
     assert results == set(tables.SECTIONS)
 

@@ -311,7 +311,7 @@ def test_more_than_this_machine_has_is_a_note_and_on_a_node_a_fault(
 
 
 def test_options_that_the_running_serve_keeps_are_faults(
-    check: Any, monkeypatch: pytest.MonkeyPatch
+    check: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """P5 of a user's day: `serve deploy` takes another host without a word, and listens where it did."""
     running: dict[str, Any] = {"proxy_location": "EveryNode", "http_options": None}
@@ -351,6 +351,10 @@ def test_options_that_the_running_serve_keeps_are_faults(
     ).faults
     assert fault.startswith("proxy_location='HeadOnly' would be ignored")
     assert set(asked) == {"http://127.0.0.1:18265"}
+    (settings := tmp_path / "settings.yaml").write_text("workers: 2")
+    answer = CliRunner().invoke(cli, ["check", str(settings), "--running"])
+    assert isinstance(answer.exception, ConfigError)
+    assert "--running compares a serve.yaml" in str(answer.exception)
     monkeypatch.setenv("RAY_DASHBOARD_ADDRESS", "http://127.0.0.1:1")
     answer = CliRunner().invoke(cli, ["check", str(ROOT / "serve.yaml"), "--running"])
     assert isinstance(answer.exception, ConfigError)

@@ -5,9 +5,11 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import anyio
+import httpx
 import pytest
 from rich.console import Console
 
@@ -32,6 +34,7 @@ from mallee.client import (
     Usage,
     calls,
 )
+from mallee.client.base import connections
 from mallee.client.html import MAX_DEPTH, nodes_html, nodes_text
 from mallee.client.results import choice_events
 from mallee.client.view import live, render
@@ -40,6 +43,7 @@ from mallee.protocol.api.generate import ChatRequest, CompletionRequest, ForkReq
 from mallee.protocol.api.shared import Extras
 from mallee.protocol.errors import CapsulesFull, ConfigError
 from support.blocking import TARGET, generated
+from support.certificates import certificate
 from support.scripted_api import EXTRAS, GOOD, Script, chunk
 
 pytestmark = pytest.mark.real_time  # its server has threads
@@ -92,7 +96,7 @@ def test_the_servers_errors_keep_their_type_and_text(server: Script) -> None:
 
 @pytest.mark.parametrize("proxy", ["http://127.0.0.1:1", "socks5://127.0.0.1:1", "wais://a:1"])
 def test_loopback_is_reached_past_proxies_of_the_environment(
-    server: Script, proxy: str, monkeypatch: pytest.MonkeyPatch
+    server: Script, proxy: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """And a proxy that can't be used for others is refused in a sentence with the remedy."""
     monkeypatch.delenv("no_proxy", raising=False)
@@ -101,6 +105,9 @@ def test_loopback_is_reached_past_proxies_of_the_environment(
     for url in (server.url, server.url.replace("127.0.0.1", "localhost")):
         with Mallee(url) as client:
             assert client.health() == {"status": "unavailable"}
+    monkeypatch.setenv("SSL_CERT_FILE", certificate(tmp_path, "ours").cert)
+    tls = connections(httpx.Client, "https://localhost:1")._transport._pool._ssl_context  # type: ignore[attr-defined]
+    assert len(tls.get_ca_certs()) == 1, "an authority of one's own holds on loopback too"
     if not proxy.startswith("http"):
         with pytest.raises(ConfigError, match=r"proxy that the environment names .* no_proxy"):
             Mallee("http://mallee.example:8000")

@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from mallee.actors.mock import process as loops
+from mallee.actors.mock import stack
 from mallee.actors.mock.pacer import Pacer
 from mallee.actors.mock.stack import MockStack
 from mallee.protocol.errors import ConfigError, InternalError
@@ -88,6 +89,20 @@ async def test_a_killed_process_of_engines_comes_back_and_its_streams_go_on_else
         changed = {worker for worker in lives if now[worker] != lives[worker]}
         assert changed == {"w0"}
         assert stack.children[0].pid != first
+
+
+async def test_a_stack_ends_if_a_killed_process_does_not_start_again_in_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(self: MockStack, number: int) -> None:
+        await asyncio.Event().wait()
+
+    async with MockStack(mock_config(folder), port=free_port()) as made:
+        monkeypatch.setattr(MockStack, "_ready", never)
+        monkeypatch.setattr(stack, "START_TIMEOUT_S", 0.01)
+        made.children[0].kill()
+        with pytest.raises(InternalError, match="did not start again in 0 s"):
+            await made.wait()
 
 
 async def test_a_stack_ends_whichever_task_of_its_gateway_was_killed(folder: Path) -> None:

@@ -6,6 +6,7 @@ K21, part: many workers share one way, and one that is lost takes none of the ot
 import asyncio
 import logging
 import os
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -33,7 +34,7 @@ from mallee.runtime.transport.greeting import (
 from mallee.runtime.transport.link import Link, LinkTimes, Transport
 from mallee.runtime.transport.listener import Listener
 from mallee.runtime.transport.server import CommandServer
-from mallee.runtime.transport.tls import TlsFiles, client_tls, server_tls
+from mallee.runtime.transport.tls import TlsFiles, client_tls, expiry, server_tls
 from support.certificates import certificate
 from support.local_transport import ByHand
 from support.waiting import until
@@ -364,6 +365,15 @@ async def test_a_gateway_of_another_node_takes_tcp(tmp_path: Path) -> None:
         await p.listener.listen_tcp("127.0.0.1")
         link = p.link(node="n1")
         await answered(p, link)
+
+
+def test_the_end_of_a_certificate_is_read(tmp_path: Path) -> None:
+    ours = certificate(tmp_path, "ours")  # for two days
+    assert expiry(ours) == pytest.approx(time.time() + 2 * 86400, abs=60.0)
+    for wrong in ("no certificate", ""):
+        Path(ours.cert).write_text(wrong)
+        with pytest.raises(ConfigError, match=r"links\.tls_cert, tls_key or tls_ca can't be used"):
+            expiry(ours)
 
 
 async def test_tcp_goes_through_tls_and_other_certificates_are_refused(tmp_path: Path) -> None:

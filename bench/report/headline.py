@@ -1,11 +1,12 @@
 """Writes README's table of figures from bench/results/*.json.
 
-python -m bench.headline
+python -m bench.report.headline
 """
 
 from collections.abc import Iterable
 
-from bench.tables import ROOT, Json, load, number, table
+from bench import ROOT
+from bench.report.tables import Json, load, number, table
 
 README = ROOT / "README.md"
 MARKS = ("<!-- figures: make figures -->\n", "<!-- end of figures -->\n")

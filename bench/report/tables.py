@@ -1,6 +1,6 @@
 """Writes docs/benchmarks.md from bench/results/*.json.
 
-    python -m bench.tables
+    python -m bench.report.tables
 
 A ratio says how many times better the first column is; ratios below 1 are bold.
 """
@@ -9,18 +9,18 @@ import json
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import inf
-from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
+from bench import ROOT
+
 RESULTS = ROOT / "bench" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
 FIDELITY = ROOT / "docs" / "fidelity.md"
-MARK = "<!-- below: python -m bench.tables -->\n"
+MARK = "<!-- below: python -m bench.report.tables -->\n"
 
 HEAD = """# Benchmarks
 
-Written by `python -m bench.tables` from the files in `bench/results/`; don't edit. Unless a section says
+Written by `make figures` from the files in `bench/results/`; don't edit. Unless a section says
 otherwise: 2 shared cores of a Xeon with AMX, Python 3.11, both sides alive in one run and taking turns. The
 machine's speed changes by half from minute to minute, so read ratios. *Times better* below 1 is bold: there
 the other is better. The first section is about the service over Ray; other figures about serving are of one
