@@ -124,6 +124,7 @@ class VllmRequest:
     num_computed: int = 0
     num_hashed: int = 0  # blocks that others find
     num_output: int = 0
+    num_reported: int = 0  # of its output
     cached: int = -1  # tokens of its prompt; -1: never admitted
     last_s: float = -inf  # of its last token
 
@@ -332,7 +333,7 @@ class VllmEngine:
         if request.num_output >= request.max_tokens:
             self._leave(request, "length" if request.max_tokens else "stop")
         elif request.num_output == 1:
-            self._update(request, 1, None)
+            self._update(request)
 
     def _leave(
         self, request: VllmRequest, finish: FinishReason, error: WireError | None = None
@@ -342,23 +343,22 @@ class VllmEngine:
         (self._running if request in self._running else self._waiting).remove(request)
         if self._leaves_capsules and finish in ("length", "stop"):
             self._capsules[request.capsule] = request.text
-        was_told = request.num_output > 1  # of its first token
-        self._update(request, request.num_output - was_told, finish, error)
+        self._update(request, finish, error)
 
     def _update(
         self,
         request: VllmRequest,
-        num_tokens: int,
-        finish: FinishReason | None,
+        finish: FinishReason | None = None,
         error: WireError | None = None,
     ) -> None:
         is_left = finish is not None and request.capsule in self._capsules
-        cached = max(0, request.cached)
+        cached, num_reported = max(0, request.cached), request.num_reported
+        request.num_reported = request.num_output
         self._updates.append(
             CountedUpdate(
                 request=request.name,
                 branch=request.branch,
-                num_tokens=num_tokens,
+                num_tokens=request.num_output - num_reported,
                 finish=finish,
                 cached_tokens=cached,
                 prefill_tokens=request.num_prompt - cached,
@@ -385,8 +385,8 @@ class VllmEngine:
     def unreported(self, now: float) -> list[CountedUpdate]:
         self._updates = []
         for request in (*self._running, *self._waiting):
-            if request.num_output > 1:
-                self._update(request, request.num_output - 1, None)
+            if request.num_output > request.num_reported:
+                self._update(request)
         return self._updates
 
     def snapshot(self) -> Snapshot:

@@ -1,6 +1,6 @@
 """Options of modelled fleets, which every command that replays a trace on them has."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from mallee.cli.mocker.preview import Preview, preview
-from mallee.cli.mocker.settings import settled
+from mallee.cli.mocker.settings import OF_OURS, settled
 from mallee.cli.options import (
     BlockSizeOption,
     IdTokensOption,
@@ -126,7 +126,7 @@ class FleetOptions:
             **{name: value for name, value in given.items() if value is not None},
             keeps_order=not self.open_loop,
             event_lag_s=at_least_0("event-lag", self.event_lag) * 1e-3,
-            can_migrate=self.migrate or config.can_migrate,
+            can_migrate=self.migrate or (config.can_migrate and self.engine != "vllm"),
             state_nbytes=int(at_least_0("state-bytes", self.state_bytes)),
             retain_s=at_least_0("retain-s", self.retain_s),
             faults=() if self.faults is None else load_faults(self.faults),
@@ -173,10 +173,16 @@ class FleetOptions:
             sessions_per_hour=self.sessions_per_hour,
         )
 
-    def show(self, workload: "Workload", config: "ReplayConfig") -> None:
-        """Print the trace in a line on stderr, and what of the options has no effect on it.
+    def show(
+        self,
+        workload: "Workload",
+        config: "ReplayConfig",
+        *others: "ReplayConfig",
+        swept: Sequence[str] = (),
+    ) -> None:
+        """Print the trace in a line on stderr, and what of the options has no effect in any replay of it.
 
-        Raises CodecError if it is no prefix tree.
+        `swept`: settings that other options replace. Raises CodecError if the trace is no prefix tree.
         """
         console = Console(stderr=True, highlight=False, soft_wrap=True)
         with console.status("reading ..."):
@@ -184,10 +190,12 @@ class FleetOptions:
         console.print(escape(found.line(config.speedup, config.concurrency)))
         if doubt := found.doubt(config.speedup, config.concurrency):
             console.print(f"[yellow]doubtful:[/] {doubt}")
-        if idle := settled(self.config_file, self.set_).idle:
+        unused = (*swept, *(OF_OURS if config.rules == "vllm" else ()))
+        if idle := settled(self.config_file, self.set_, unused=unused).idle:
             console.print(f"[yellow]no meaning in a replay:[/] {', '.join(idle)}")
         for line in self.idle(found, config):
-            console.print(f"[yellow]no effect:[/] {line}")
+            if all(line in self.idle(found, other) for other in others):
+                console.print(f"[yellow]no effect:[/] {line}")
 
     def idle(self, found: "Preview", config: "ReplayConfig") -> "Iterator[str]":
         """Options that were given and change nothing, each with the reason."""
@@ -204,11 +212,12 @@ class FleetOptions:
             yield "--migrate: a single engine has none to pull from"
         if device.engines == 1 and device.slice_s != type(device)().slice_s:
             yield "mock.device_slice_ms: engines share no device without mock.engines_per_device"
-        if self.sessions_per_hour != SESSIONS_PER_HOUR and kind not in ("sessions", "trees", "dag"):
+        is_by_chance = "an hour" in found.workload.note
+        if self.sessions_per_hour != SESSIONS_PER_HOUR and not is_by_chance:
             yield "--sessions-per-hour: the trace has arrival times"
         if self.open_loop and kind in ("mooncake", "azure"):
             yield "--open-loop: no request of the trace waits for another"
-        if self.id_tokens is not None and kind in ("sessions", "trees", "azure"):
+        if self.id_tokens is not None and kind in ("sessions", "trees", "weka"):
             yield f"--id-tokens: ids of such a trace stand for {found.workload.id_tokens} tokens"
         if config.speedup != 1.0 and config.concurrency:
             yield "--speedup: arrival times don't count with --concurrency"

@@ -1,6 +1,6 @@
 """A live fleet's settings in a replay: it honours some and refuses some; the others have no meaning in it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -60,6 +60,12 @@ REFUSED: Final = {
     "autoscaling.max_workers": "the number of engines of a replay is fixed: sweep over --engines",
 }
 """By key: the reason and the remedy, for any value but the default."""
+OF_OURS: Final = (
+    *(f"engine.{name}" for name in (*_ENGINE, "max_model_len", "max_answer_capsules")),
+    *("engine.max_below_mb", "scheduler.max_waiting", "scheduler.ageing_steps", "links.lends"),
+    *("experimental.chunked", "experimental.tree_attention"),
+)
+"""Without a meaning for engines that follow vLLM's rules."""
 
 
 class Settled(NamedTuple):
@@ -71,12 +77,16 @@ class Settled(NamedTuple):
 
 
 def settled(
-    file: Path | None, assignments: Sequence[str] | None, timing: str | None = None
+    file: Path | None,
+    assignments: Sequence[str] | None,
+    timing: str | None = None,
+    *,
+    unused: Collection[str] = (),
 ) -> Settled:
     """The replay of a fleet with these settings, on engines of `timing`, or of the one that they name.
 
-    Without a file, settings that are not given are as `ReplayConfig` has them. Raises ConfigError naming a
-    setting that is refused.
+    Without a file, settings that are not given are as `ReplayConfig` has them. Keys in `unused` have no
+    meaning here either. Raises ConfigError naming a setting that is refused.
     """
     from mallee.mocker.replay.config import ReplayConfig
 
@@ -104,7 +114,7 @@ def settled(
             config = _with(config, path, value if scale is None else value * scale)
     if applied.keys() & {"workers", "mock.engines_per_worker"}:
         config = replace(config, engines=app.num_workers)
-    known = {*HONOURED, *SIZES, *REFUSED, "model"}
+    known = {*HONOURED, *SIZES, *REFUSED, "model"} - {*unused}
     return _sized(config, app, applied, tuple(key for key in given if key not in known))
 
 

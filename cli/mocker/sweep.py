@@ -1,6 +1,7 @@
 """`mallee sweep` and `mallee figures`: many fleets in virtual time, as tables and figures."""
 
 import hashlib
+import itertools
 import os
 import signal
 import sys
@@ -12,7 +13,7 @@ from importlib.metadata import version
 from math import inf
 from pathlib import Path
 from platform import python_version
-from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Final, TypeAlias, TypeVar
 
 import typer
 from rich.console import Console
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from mallee.mocker.sweeps.pool import Done
     from mallee.mocker.sweeps.sweep import Fleet, Origin, Sweep
 
+_SWEPT: Final = ("workers", "mock.engines_per_worker", "routing.policy")  # by sweep's own options
 N = TypeVar("N", int, float)
 ProcessesOption: TypeAlias = Annotated[
     int | None,
@@ -125,7 +127,7 @@ def sweep(
     rows = fleets.configs(bases, workload.id_tokens)
     for base in bases:
         base.load_timing()  # faults of the files show before a process starts
-    fleet.show(workload, bases[0])
+    fleet.show(workload, *itertools.chain(*rows), swept=_SWEPT)
     origin = _origin(command_of(ctx), trace)
     trials = None
     if out is not None:

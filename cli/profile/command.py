@@ -257,7 +257,10 @@ async def _measure_served(url: str, wanted: "Sweep", busy: float, console: Conso
 
     from mallee.cli.profile.vllm import ServedProfiler, served
 
-    async with httpx.AsyncClient(base_url=url, timeout=600.0, trust_env=False) as client:
+    limits = httpx.Limits(max_connections=None)  # httpx's own 100 would cut decodes of more rows
+    async with httpx.AsyncClient(
+        base_url=url, timeout=600.0, trust_env=False, limits=limits
+    ) as client:
         server = await served(client)
         sweep = wanted.fitted_to(server.max_model_len, server.num_blocks, server.block_size)
         conditions: Conditions = {

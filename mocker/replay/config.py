@@ -118,7 +118,7 @@ class ReplayConfig:
             for name in _OF_OURS:
                 if value := getattr(self, name):
                     raise ConfigError(
-                        f"{name}={value} with the rules of vLLM: only Mallee's engine has that"
+                        f"{name}={value} with the rules of vLLM: only Mallee's engine has that; leave it out"
                     )
         self.link.validate()
         self.device.validate()

@@ -107,7 +107,7 @@ class Grid(NamedTuple):
     def most_replays(self) -> int:
         """For each combination and seed, at most."""
         num = len(dict.fromkeys(self.engines))
-        return num.bit_length() + 1 if self.bisects else num
+        return num.bit_length() if self.bisects else num
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The replays of a sweep in a file, as they end: an interrupted sweep goes on where it was."""
 
 import json
-from dataclasses import replace
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +9,7 @@ import xxhash
 
 from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.sweeps.pool import Run
+from mallee.mocker.timing import load_timing
 from mallee.protocol.errors import ConfigError
 
 
@@ -49,5 +50,7 @@ class Trials:
             raise ConfigError(f"{self._path}: can't be written ({error.strerror})") from error
 
     def _key(self, config: ReplayConfig) -> str:
-        whole = replace(config, timing=config.load_timing())  # a file's content may have changed
-        return xxhash.xxh3_128_hexdigest(f"{self._origin} {config.timing} {whole}".encode())
+        prices = None if config.prices is None else load_timing(config.prices)
+        # The timings whole: a file's content may have changed.
+        whole = self._origin, config, config.load_timing(), prices
+        return xxhash.xxh3_128_hexdigest(pickle.dumps(whole))

@@ -38,6 +38,8 @@ from mallee.mocker.sweeps.sweep import (
 )
 from mallee.mocker.sweeps.sweep import sweep as run_sweep
 from mallee.mocker.sweeps.trials import Trials
+from mallee.mocker.timing.files import GridData, TimingFile
+from mallee.mocker.timing.grid import Decodes, Prefills
 from mallee.protocol.errors import ConfigError
 from mallee.traces.made import fan_out_workload, sessions_workload
 from mallee.traces.read import read_workload
@@ -227,6 +229,21 @@ def test_an_interrupted_sweep_goes_on_where_it_was(tmp_path: Path) -> None:
     path.write_text("{}\n")
     with pytest.raises(ConfigError, match=r"trials\.jsonl: no trials of a sweep"):
         Trials(path, "o")
+
+
+def test_a_measured_timing_is_known_by_the_content_of_its_file(tmp_path: Path) -> None:
+    """K26, part: an interrupted sweep goes on with the same times, and starts again with others."""
+
+    def save(decode_s: float) -> ReplayConfig:
+        decodes = Decodes((1, 8), (32, 512), ((decode_s, decode_s), (decode_s, decode_s)))
+        prefills = Prefills((16, 64), (0, 256), ((0.01, 0.02), (0.03, 0.04)))
+        TimingFile(model=GridData(prefills, decodes)).save(tmp_path / "cpu.json")
+        return ReplayConfig(timing=str(tmp_path / "cpu.json"), kv_tokens=65_536)
+
+    path = tmp_path / "trials.jsonl"
+    Trials(path, "o").add(save(0.01), Run({}, {}, np.array([1.0]), {}))
+    assert Trials(path, "o").find(save(0.01)) is not None
+    assert Trials(path, "o").find(save(0.02)) is None
 
 
 # Seeds

@@ -133,7 +133,8 @@ def test_a_text_that_never_fits_fails_and_a_cancelled_one_gives_its_blocks_back(
     assert "9 KV blocks of 32 tokens" in error[1]
     engine.submit(Cancel("small"))
     assert engine.start(1.0) == 1.0
-    assert [u.finish for u in engine.finish().updates] == ["cancelled"]
+    ended = engine.finish().updates
+    assert [(u.finish, u.num_tokens) for u in ended] == [("cancelled", 0)], "its first was reported"
     assert engine.start(2.0) is None
     assert len(engine.pool.free) == 8
     with pytest.raises(ConfigError, match="Promote"):

@@ -187,6 +187,30 @@ def test_options_win_over_set_and_set_over_the_file(tmp_path: Path) -> None:
     assert (is_now["max_rows"], is_now["max_step_tokens"], is_now["block_size"]) == (7, 8192, 512)
 
 
+def test_settings_of_our_engine_alone_are_named_with_the_rules_of_vllm(tmp_path: Path) -> None:
+    """A live fleet of models lends; its file is replayed with vLLM's rules all the same."""
+    trace, file = written(tmp_path / "t.jsonl"), tmp_path / "fleet.yaml"
+    file.write_text(
+        "model: smollm2\nworkers: 2\nengine: {kv_tokens: 65536, eviction: lineage}\n"
+        "routing: {timing: h200-llama-3.1-8b-fp8}\n"
+    )
+    told, found = run(trace, "--config", str(file), "--engine", "vllm")
+    assert (found["conditions"]["rules"], found["conditions"]["engines"]) == ("vllm", 2)
+    assert re.findall("no meaning in a replay: (.*)", told) == ["engine.eviction"]
+
+
+def test_a_sweep_names_settings_that_its_own_options_replace(tmp_path: Path) -> None:
+    sets = ("--set", "routing.policy=random", "--set", "workers=3", "--event-lag", "3")
+    words = ("sweep", written(tmp_path / "t.jsonl"), "--engines", "2", "--processes", "1", *sets)
+    done = CliRunner().invoke(cli, [*words, "--policy", "cost,random"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    assert set(re.findall("no meaning in a replay: (.*)", done.stderr)[0].split(", ")) == {
+        "routing.policy",
+        "workers",
+    }
+    assert "no effect" not in done.stderr, "one of the policies looks at events"
+
+
 def test_equal_settings_give_equal_digests_however_they_are_given(tmp_path: Path) -> None:
     trace = written(tmp_path / "t.jsonl")
     options = ("--engines", "2", "--policy", "dynamo", "--block-size", "64", "--kv-tokens", "8192")
@@ -244,6 +268,10 @@ def test_prompts_of_usual_lengths_are_priced_within_a_half(timing: str, tokens: 
 # What is said before a run
 
 
+CHATS: list[dict[str, Any]] = [
+    {"conversations": [{"from": "human", "value": f"{i} is?"}, {"from": "gpt", "value": "no"}]}
+    for i in range(3)
+]
 SESSIONS = [{**row, "session_id": f"s{i % 6}"} for i, row in enumerate(ROWS)]
 
 
@@ -264,6 +292,7 @@ SESSIONS = [{**row, "session_id": f"s{i % 6}"} for i, row in enumerate(ROWS)]
         (ROWS, ("--migrate", "--link-gb-s", "3", "--kv-bytes-per-token", "3"), None),
         (ROWS, ("--speedup", "3", "--event-lag", "3"), None),
         (ROWS, ("--concurrency", "2"), None),
+        (CHATS, ("--sessions-per-hour", "3"), None),
     ],
 )
 def test_options_without_effect_are_named(
