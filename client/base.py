@@ -40,9 +40,13 @@ _LOOPBACK = re.compile(r"https?://(localhost|127(\.\d+){3}|\[::1\])(:\d+)?(/.*)?
 
 def connections(kind: type[C], base_url: str) -> C:
     """Connections to a service, to one on loopback past any proxy. Raises ConfigError for an unusable one."""
+    import httpx
+
+    certificates = httpx.create_ssl_context()  # of the environment, on loopback too
     try:
-        return kind(trust_env=_LOOPBACK.fullmatch(base_url) is None)
-    except (ImportError, ValueError) as error:  # SOCKS without its package, or an unknown scheme
+        return kind(trust_env=_LOOPBACK.fullmatch(base_url) is None, verify=certificates)
+    # SOCKS without its package, an unknown scheme, or no URL
+    except (ImportError, ValueError, httpx.InvalidURL) as error:
         raise ConfigError(
             f"the proxy that the environment names can't be used: {error} Or name the host in no_proxy"
         ) from error
