@@ -268,6 +268,20 @@ def test_long_arguments_take_time_by_their_length() -> None:
     assert time.process_time() - began < 10.0
 
 
+def test_a_long_value_is_held_in_time_by_its_length() -> None:
+    """A value that comes whole, a few characters at a time: eight times the text, not 64 times the time."""
+
+    def seconds(length: int) -> float:
+        parser = CallParser(FORMATS["qwen3_coder"], FUNCTIONS)
+        parser.feed("<tool_call><function=search><parameter=city>")
+        began = time.process_time()
+        for _ in range(length // 4):
+            parser.feed("xxxx")
+        return time.process_time() - began
+
+    assert min(seconds(400_000) for _ in range(2)) < 25 * min(seconds(50_000) for _ in range(3))
+
+
 class CountingFormat:
     """A family's form that counts the blocks that are begun."""
 
