@@ -244,6 +244,7 @@ class TextStream:
         )
         self._unbegun = set(range(num)) if plan.shows_prompt else set()
         self._num_calls = [0] * num
+        self._own_ids = set[tuple[int, str]]()
         self._num_open = num
         self._num_failed = 0
         self._is_good = False  # a choice has text
@@ -476,7 +477,10 @@ class TextStream:
         return tuple(TokenChance(token, *report, place(token)) for token, report in pairs)
 
     def _named(self, index: int, call: Call) -> CallDelta:
-        """A part of the choice's last call, or of its next one, with its own id or a new one."""
+        """A part of the choice's last call, or of its next one, with its own id or a new one.
+
+        Of two calls with the same id of their own the second has a new one.
+        """
         reading, number = self._plan.reading, self._num_calls[index]
         if not call.name:
             return CallDelta(number - 1, "", "", call.arguments)
@@ -486,7 +490,10 @@ class TextStream:
         job = index // self._branches
         digest = xxhash.xxh3_128_hexdigest(f"{self.streams[job].request}.{index}.{number}".encode())
         made = digest[:9] if reading.form.has_short_ids else f"call_{digest[:24]}"
-        return CallDelta(number, call.own_id or made, call.name, call.arguments)
+        own = index, call.own_id
+        is_new = bool(call.own_id) and own not in self._own_ids
+        self._own_ids.add(own)
+        return CallDelta(number, call.own_id if is_new else made, call.name, call.arguments)
 
     def _cut(self, index: int, job: int, branch: int) -> tuple[CapsuleId | None, int]:
         """End a branch at its stop string: the capsule of the text that the client saw, and its tokens."""

@@ -191,18 +191,15 @@ def _check_parts(found: dict[str, Any], param: str) -> None:
             low = key.endswith("inimum")
             bounds[key] = max(value, -MAX_INT) if low else min(value, MAX_INT)
         found.update(bounds)
-        if _has_between(bounds):
+        if _has_integer(bounds):
             return
     if bounds and (why := _fault(json.dumps({"type": found.get("type", "number"), **bounds}))):
         key = next(iter(bounds))
         raise InvalidParameter(f"{param}.{key}", bounds[key], why)
 
 
-def _has_between(bounds: dict[str, Any]) -> bool:
-    """Whether bounds have an integer between them; only of whole ones that are exact to the compiler, too.
-
-    It takes 0.5 ms for each pair, in the event loop.
-    """
+def _has_integer(bounds: dict[str, Any]) -> bool:
+    """Whether an integer is surely within the bounds: spares the compiler's 0.5 ms in the event loop."""
     if any(type(value) is not int or abs(value) > _EXACT for value in bounds.values()):
         return False
     low: int = max(bounds.get("minimum", -_EXACT), bounds.get("exclusiveMinimum", -_EXACT) + 1)

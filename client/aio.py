@@ -1133,6 +1133,7 @@ class AsyncBranches(AsyncListed["AsyncBranch"]):
         await sleep(CUT_WAIT_S)
         self._response = await self._client._begun(self._call)
         if self._num_read and self._response.headers.get("idempotent-replayed") != "true":
+            await self._drop()
             raise StreamBroken(self._url, "another gateway knows nothing of it")
         self._num_known = self._num_read
 

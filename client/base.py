@@ -48,7 +48,8 @@ def connections(kind: type[C], base_url: str) -> C:
         # Authorities of the environment (SSL_CERT_FILE) hold on loopback too.
         is_tls = base_url.startswith("https")
         return kind(trust_env=False, verify=httpx.create_ssl_context() if is_tls else True)
-    except (ImportError, ValueError) as error:  # SOCKS without its package, or an unknown scheme
+    # SOCKS without its package, an unknown scheme, or no URL
+    except (ImportError, ValueError, httpx.InvalidURL) as error:
         raise ConfigError(
             f"the proxy that the environment names can't be used: {error} Or name the host in no_proxy"
         ) from error

@@ -1065,6 +1065,7 @@ class Branches(Listed["Branch"]):
         sleep(CUT_WAIT_S)
         self._response = self._client._begun(self._call)
         if self._num_read and self._response.headers.get("idempotent-replayed") != "true":
+            self._drop()
             raise StreamBroken(self._url, "another gateway knows nothing of it")
         self._num_known = self._num_read
 

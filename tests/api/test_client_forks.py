@@ -60,11 +60,7 @@ def read_turn(events: Iterable[str]) -> Turn:
         match event:
             case {"type": "message_start", "message": {"usage": dict(found)}}:
                 usage |= found
-            case {"type": "response.completed", "response": {"usage": dict(found)}}:
-                usage |= found
-            case {"type": "response.incomplete", "response": {"usage": dict(found)}}:
-                usage |= found
-            case {"usage": dict(found)}:
+            case {"response": {"usage": dict(found)}} | {"usage": dict(found)}:
                 usage |= found
     if "cache_read_input_tokens" in usage:
         cached = usage["cache_read_input_tokens"]
@@ -90,15 +86,15 @@ async def send(client: httpx.AsyncClient, asked: dict[str, Any], answers: list[s
 
 
 @asynccontextmanager
-async def agent_api(folder: Path, engines: int) -> AsyncIterator[httpx.AsyncClient]:
-    """Mocked engines of a model that speaks Qwen 3's template."""
+async def agent_api(folder: Path) -> AsyncIterator[httpx.AsyncClient]:
+    """Four mocked engines of a model that speaks Qwen 3's template."""
     tokens = ["<end>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"]
     byte_level([TEXT] * 4, 340, tokens).save(str(make_folder(folder) / "tokenizer.json"))
     config = json.loads((folder / "config.json").read_text())
     config |= {"max_position_embeddings": WINDOW}
     (folder / "config.json").write_text(json.dumps(config))
     settings = {
-        "mock__engines_per_worker": engines,
+        "mock__engines_per_worker": 4,
         "engine__kv_tokens": 2 * WINDOW,
         "chat__template": str(TEMPLATES / "qwen3.jinja"),
         "served_model_name": "mallee-test",
@@ -110,10 +106,10 @@ async def agent_api(folder: Path, engines: int) -> AsyncIterator[httpx.AsyncClie
         yield client
 
 
-async def forked(client: str, folder: Path, *, engines: int = 4) -> tuple[Turn, Turn, Turn]:
+async def forked(client: str, folder: Path) -> tuple[Turn, Turn, Turn]:
     """The turns of a recorded session, the last of them of its fork."""
     first, second, fork = requests_of(client)
-    async with agent_api(folder, engines) as api:
+    async with agent_api(folder) as api:
         one = await send(api, first, [])
         two = await send(api, second, [one.text])
         return one, two, await send(api, fork, [one.text, two.text])

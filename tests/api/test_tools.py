@@ -301,3 +301,14 @@ def test_a_capsule_of_a_conversation_with_tools_is_the_chat_s_prefix(call: Any) 
     prefix = call.service.job.tokens.tolist()
     call("POST", PATH, ASKED)
     assert call.service.job.tokens.tolist()[: len(prefix)] == prefix
+
+
+def test_ids_of_the_model_s_own_are_kept_once(call_with: Any) -> None:
+    """Kimi's template writes them again; a second call with the same one has a new id."""
+    call = call_with(HttpSettings(), chats=ChatSettings(tool_parser="kimi_k2"))
+    argued = '<|tool_call_argument_begin|>{"city": "Oslo"}<|tool_call_end|>'
+    call.service.reply = lambda _: f"<|tool_call_begin|>functions.get_weather:0{argued}" * 2
+    (whole,) = call("POST", PATH, ASKED).body["choices"]
+    first, second = (each["id"] for each in whole["message"]["tool_calls"])
+    assert first == "functions.get_weather:0"
+    assert second.startswith("call_")

@@ -94,7 +94,9 @@ def test_the_servers_errors_keep_their_type_and_text(server: Script) -> None:
             client.stream()
 
 
-@pytest.mark.parametrize("proxy", ["http://127.0.0.1:1", "socks5://127.0.0.1:1", "wais://a:1"])
+@pytest.mark.parametrize(
+    "proxy", ["http://127.0.0.1:1", "socks5://127.0.0.1:1", "wais://a:1", "http://a:port"]
+)
 def test_loopback_is_reached_past_proxies_of_the_environment(
     server: Script, proxy: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -108,7 +110,7 @@ def test_loopback_is_reached_past_proxies_of_the_environment(
     monkeypatch.setenv("SSL_CERT_FILE", certificate(tmp_path, "ours").cert)
     tls = connections(httpx.Client, "https://localhost:1")._transport._pool._ssl_context  # type: ignore[attr-defined]
     assert len(tls.get_ca_certs()) == 1, "an authority of one's own holds on loopback too"
-    if not proxy.startswith("http"):
+    if proxy != "http://127.0.0.1:1":
         with pytest.raises(ConfigError, match=r"proxy that the environment names .* no_proxy"):
             Mallee("http://mallee.example:8000")
 

@@ -51,6 +51,7 @@ BARE = {
     ): "its request waits for it, as long as a decision takes",
     ("actors/front/front.py", "to_thread"): "its request waits for it",
     ("actors/front/proxy/exchange.py", "to_thread"): "its request waits for it",
+    ("actors/front/proxy/proxy.py", "to_thread"): "at the end, which has a limit",
     ("actors/front/pods/kubernetes.py", "TaskGroup"): "it ends with its owner's supervised task",
     ("actors/front/pods/kubernetes.py", "create_task"): "in that group",
     ("actors/local.py", "Thread"): "at the end, which waits for it",

@@ -448,7 +448,7 @@ def test_a_delay_is_a_pause_after_the_row_before_with_and_without_a_timestamp(
 def test_a_row_that_comes_at_no_time_is_named(
     session: dict[str, str], says: str, kind: str, tmp_path: Path
 ) -> None:
-    """Where no row has a time at all, they arrive by chance (`formats/test_others.py`)."""
+    """But if no row has a time at all, they arrive by chance (`formats/test_others.py`)."""
     bad = row(0, **session).replace('"timestamp": 0, ', "")
     path = write(tmp_path, row(5, session_id="t"), bad)
     with pytest.raises(CodecError, match=f"line 2: {says}"):

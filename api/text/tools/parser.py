@@ -72,7 +72,9 @@ class CallParser:
     def feed(self, text: str) -> list[Piece]:
         """The pieces that no later text can change."""
         if self._block is not None:
-            self._source.text += text
+            held, self._source.text = self._source.text, ""  # one reference: extended in place
+            held += text
+            self._source.text = held
         else:
             self._held += text
         pieces: list[Piece] = []

@@ -4,6 +4,7 @@
 Kimi's head is the id of the call, `functions.NAME:NUMBER`, which its template writes again.
 """
 
+import re
 from typing import Final, NamedTuple
 
 from mallee.api.text.tools.lark import Lark
@@ -36,6 +37,7 @@ KIMI: Final = Marks(
     "<|tool_call_argument_begin|>",
 )
 _KIND: Final = "functions."
+_OWN_ID: Final = re.compile(r"(?:functions\.)?(\S+):[0-9]{1,9}")
 
 
 class Sections(ToolFormat):
@@ -61,7 +63,8 @@ class Sections(ToolFormat):
             yield from source.space()
             name, own_id, is_fenced = head.strip(), "", not (yield from source.stands("{"))
             if self._has_ids:
-                own_id, name = name, name.removeprefix(_KIND).rpartition(":")[0]
+                found = _OWN_ID.fullmatch(name)
+                own_id, name = name, found[1] if found else ""
             elif is_fenced:
                 name = ((yield from source.until("```json")) or "").strip()
                 yield from source.literal("```json")

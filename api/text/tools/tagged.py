@@ -5,7 +5,7 @@ Texts stand as they are; all other values are JSON, or words of Python. So argum
 and come by parameter.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 from mallee.api.text.conversation import Function
@@ -153,36 +153,24 @@ class Tagged(ToolFormat):
 
     def grammar(self, lark: Lark, functions: Functions, *, several: bool) -> str:
         tags = self._tags
-        (opening, close), (head, name_end, end), (key_begin, key_end) = tags[:3]
+        (opening, close), (head, name_end, end) = tags.block, tags.call
         before, after = (tags.gap if head else "") + head, name_end + tags.gap
         if not tags.holds_several:
             end += (tags.gap if end else "") + close
-        value_end = ("\n" if _LINE in tags.values else "") + tags.value_end
-        text = lark.text_until("text", value_end)
+        text = lark.text_until("text", self._written_end())
         calls = []
         if free := [name for name, each in functions.items() if each.parameters == FREE]:
             begins = tags.values[:2] if _IS_TEXT in tags.values else tags.values[:1]
-            values = " | ".join(lark.literal(key_end + each) for each in begins)
-            key = f'{lark.literal(key_begin)} /[^<>"\\n]+/ ({values})'
+            values = " | ".join(lark.literal(tags.key[1] + each) for each in begins)
+            key = f'{lark.literal(tags.key[0])} /[^<>"\\n]+/ ({values})'
             named = f"{lark.literal(before)} {lark.name(free)} {lark.literal(after)}"
             rule = f"{named} ({key} {text} {lark.literal(tags.gap)})* {lark.literal(end)}"
             calls.append(lark.add("free_call", rule))
         for i, function in enumerate(functions.values()):
-            if function.name in free:
-                continue
-            body = [lark.literal(before + function.name + after)]
-            kinds = function.parameters.get("properties")
-            required = function.parameters.get("required")
-            for j, (key, kind) in enumerate(kinds.items() if isinstance(kinds, Mapping) else ()):
-                is_json = _IS_JSON in tags.values and not _is_text(kind)
-                begin = key_begin + key + key_end + tags.values[is_json]
-                rule = _value_rule(
-                    lark, f"value_{i}_{j}", kind, function.parameters, text=text, end=value_end
-                )
-                is_needed = isinstance(required, list) and key in required
-                member = f"({lark.literal(begin)} {rule} {lark.literal(tags.gap)})"
-                body.append(member + ("" if is_needed else "?"))
-            calls.append(lark.add(f"call_{i}", " ".join((*body, lark.literal(end)))))
+            if function.name not in free:
+                members = self._members(lark, function.parameters, f"value_{i}", text)
+                body = (lark.literal(before + function.name + after), *members, lark.literal(end))
+                calls.append(lark.add(f"call_{i}", " ".join(body)))
         if tags.holds_several:
             lark.add("call", " | ".join(calls))
             lark.add("calls", f"call{'+' if several else ''} {lark.literal(tags.gap + close)}")
@@ -190,12 +178,40 @@ class Tagged(ToolFormat):
             lark.calls(calls, lark.literal(tags.gap + opening) if several else None)
         return opening
 
+    def _written_end(self) -> str:
+        """The end of a value, with the line break before it where values stand on lines of their own."""
+        return ("\n" if _LINE in self._tags.values else "") + self._tags.value_end
+
+    def _members(
+        self, lark: Lark, parameters: Mapping[str, Any], name: str, text: str
+    ) -> Iterator[str]:
+        """Rules of the arguments, in the order of their schema. `text`: the rule of a text with its end."""
+        tags, end = self._tags, lark.literal(self._written_end())
+        kinds, required = parameters.get("properties"), parameters.get("required")
+        for i, (key, kind) in enumerate(kinds.items() if isinstance(kinds, Mapping) else ()):
+            types = _types(kind)
+            # Where a tag says that a value is a text, null is none.
+            is_text = types == ["string"] if _IS_TEXT in tags.values else _is_text(types)
+            is_json = _IS_JSON in tags.values and not is_text
+            begin = lark.literal(tags.key[0] + key + tags.key[1] + tags.values[is_json])
+            if is_text:
+                choices = _choices(kind)
+                options = [] if choices is None else [c for c in choices if isinstance(c, str)]
+                if choices and None in choices:
+                    options.append("null")
+                value = f"({' | '.join(map(lark.literal, options))}) {end}" if options else text
+            else:
+                given = dict(kind) if isinstance(kind, Mapping) else {}
+                given = {"enum": []} if kind is False else given
+                shared = {k: parameters[k] for k in ("$defs", "definitions") if k in parameters}
+                value = f"{lark.json(f'{name}_{i}', {**shared, **given})} {end}"
+            is_needed = isinstance(required, list) and key in required
+            yield f"({begin} {value} {lark.literal(tags.gap)})" + ("" if is_needed else "?")
+
 
 def _value(text: str, kind: object) -> Any:
-    types = kind.get("type") if isinstance(kind, Mapping) else None
-    types = types if isinstance(types, list) else [types]
-    is_text = "string" in types
-    if is_text and not ("null" in types and text in ("null", "None")):
+    types = _types(kind)
+    if _is_text(types) and not ("null" in types and text in ("null", "None")):
         return text
     if text in _WORDS:
         return _WORDS[text]
@@ -203,19 +219,28 @@ def _value(text: str, kind: object) -> Any:
     return text if value is None and text != "null" else value
 
 
-def _is_text(kind: object) -> bool:
-    return isinstance(kind, Mapping) and kind.get("type") == "string"
+def _types(kind: object) -> list[object]:
+    """The types that a schema names, itself or in the options of `anyOf`, if none of these is enumerated."""
+    if not isinstance(kind, Mapping):
+        return []
+    options = kind.get("anyOf")
+    parts = [kind]
+    if isinstance(options, list) and "type" not in kind:
+        parts = [each for each in options if isinstance(each, Mapping) and _choices(each) is None]
+        if len(parts) < len(options):
+            return []
+    types = [each.get("type") for each in parts]
+    return [name for each in types for name in (each if isinstance(each, list) else [each])]
 
 
-def _value_rule(
-    lark: Lark, name: str, kind: object, parameters: Mapping[str, Any], *, text: str, end: str
-) -> str:
-    """Of a value and what ends it. Of texts an enumeration counts, and no other condition."""
-    given = dict(kind) if isinstance(kind, Mapping) else {} if kind is not False else {"enum": []}
-    choices = given.get("enum", [given["const"]] if "const" in given else None)
-    if _is_text(kind):
-        if isinstance(choices, list) and choices and all(isinstance(c, str) for c in choices):
-            return f"({' | '.join(map(lark.literal, choices))}) {lark.literal(end)}"
-        return text
-    shared = {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}
-    return f"{lark.json(name, {**shared, **given})} {lark.literal(end)}"
+def _is_text(types: list[object]) -> bool:
+    """Whether values of `types` stand as texts: strings, and null beside them."""
+    return "string" in types and all(name in ("string", "null") for name in types)
+
+
+def _choices(kind: object) -> list[Any] | None:
+    """The values that a schema enumerates. Of texts these count, and no other condition."""
+    found = None
+    if isinstance(kind, Mapping):
+        found = kind.get("enum", [kind["const"]] if "const" in kind else None)
+    return found if isinstance(found, list) else None

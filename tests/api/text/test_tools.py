@@ -14,9 +14,11 @@ from mallee.api.text.conversation import Function
 from mallee.api.text.tools.formats import FORMATS, format_of
 from mallee.api.text.tools.parser import MAX_FAILED, CallParser, Piece, ToolFormat
 from mallee.api.text.tools.source import Block, Call, Functions, Source, joined_calls
+from mallee.api.text.tools.tagged import GLM45, MINIMAX, QWEN_CODER
 from support.tool_answers import FUNCTIONS, WRITERS, recorded
 
 FAMILIES = list(WRITERS)
+TAGS = {"qwen3_coder": QWEN_CODER, "glm45": GLM45, "minimax_m2": MINIMAX}
 NUM_RECORDED = 125  # of each family
 
 
@@ -209,6 +211,51 @@ def test_values_of_qwen_coder_have_the_types_of_their_schema() -> None:
     assert json.loads(call.arguments) == {"s": "12", "n": 12, "o": {"a": [True]}, "x": "plain"}
 
 
+@pytest.mark.parametrize("family", ["qwen3_coder", "glm45", "minimax_m2"])
+def test_strings_that_may_be_null_are_texts(family: str) -> None:
+    """As a model writes them: text that looks like JSON is text, and null is null."""
+    null, text = {"type": "null"}, {"type": "string"}
+    kinds = {"a": {"anyOf": [text, null]}, "b": {"type": ["string", "null"]}, "c": {"anyOf": []}}
+    functions = {"f": Function("f", "", {"properties": kinds})}
+    tags = TAGS[family]
+
+    def arguments(**values: str) -> Any:
+        body = "".join(
+            tags.key[0]
+            + key
+            + tags.key[1]
+            + tags.values[0]
+            + value
+            + ("\n" if tags.values[0] == "\n" else "")
+            + tags.value_end
+            for key, value in values.items()
+        )
+        raw = f"{tags.block[0]}{tags.call[0]}f{tags.call[1]}{body}{tags.call[2]}{tags.block[1]}"
+        parts = CallParser(FORMATS[family], functions).feed(raw)
+        (call,) = joined_calls(part for part in parts if isinstance(part, Call))
+        return json.loads(call.arguments)
+
+    assert arguments(a="12", b='"x"', c="12") == {"a": "12", "b": '"x"', "c": 12}
+    assert arguments(a="null", b="None", c="x") == {"a": None, "b": None, "c": "x"}
+
+
+def test_ids_of_kimi_are_names_and_numbers() -> None:
+    """Other heads are text: an id goes to clients as it is."""
+    for head, own_id in (
+        ("functions.search:0", "functions.search:0"),
+        (" search:17\n", "search:17"),
+        ("functions.search:x", ""),
+        ("functions.search:0 search:1", ""),
+        ("functions.search", ""),
+    ):
+        raw = f"<|tool_call_begin|>{head}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+        parser = CallParser(FORMATS["kimi_k2"], FUNCTIONS)
+        pieces = parser.feed(raw) + parser.end()
+        ids = [piece.own_id for piece in pieces if isinstance(piece, Call) and piece.name]
+        assert ids == ([own_id] if own_id else [])
+        assert own_id or "".join(piece for piece in pieces if isinstance(piece, str)) == raw
+
+
 def test_long_arguments_take_time_by_their_length() -> None:
     """A file of 200 kB, a few characters at a time: not the square of it."""
     code = json.dumps("x = {'a': [1]}\n" * 14_000)
@@ -219,6 +266,20 @@ def test_long_arguments_take_time_by_their_length() -> None:
     (call,) = joined_calls(piece for piece in pieces if isinstance(piece, Call))
     assert call.arguments == f'{{"city": {code}}}'
     assert time.process_time() - began < 10.0
+
+
+def test_a_long_value_is_held_in_time_by_its_length() -> None:
+    """A value that comes whole, a few characters at a time: eight times the text, not 64 times the time."""
+
+    def seconds(length: int) -> float:
+        parser = CallParser(FORMATS["qwen3_coder"], FUNCTIONS)
+        parser.feed("<tool_call><function=search><parameter=city>")
+        began = time.process_time()
+        for _ in range(length // 4):
+            parser.feed("xxxx")
+        return time.process_time() - began
+
+    assert min(seconds(400_000) for _ in range(2)) < 25 * min(seconds(50_000) for _ in range(3))
 
 
 class CountingFormat:
