@@ -108,8 +108,11 @@ def test_a_warm_fan_out_of_512_spills_and_is_much_faster(can_migrate: bool) -> N
 
 @pytest.mark.slow
 def test_eight_replicas_hit_as_often_as_one_and_do_not_herd() -> None:
-    """K6, X7: hit rate within 2 % of one replica's; bookings spread as evenly, if they are told."""
-    workload = policies.made_up(1500, seed=1)
+    """K6, X7: hit rate within 2 % of one replica's; bookings spread as evenly, if they are told.
+
+    Few requests: in a long run, crowds at one worker after the other even out in the sum of bookings.
+    """
+    workload = policies.made_up(500, seed=1)
     one = policies.play(workload, policies.config_for(8, "cost"))
     told = policies.play(workload, policies.config_for(8, "cost", gateways=8))
     untold = policies.play(workload, policies.config_for(8, "cost", gateways=8, sync=False))
