@@ -60,12 +60,6 @@ class Whole(Protocol):
     def body(self, envelope: Envelope, choices: list[Any], usage: UsageCounter) -> object: ...
 
 
-def warn_of_tools(request: Request, plan: Plan) -> None:
-    """Have the answer to `request` name what keeps tools' arguments from being held to their schemas."""
-    if plan.output.freed:
-        warn_of(request, FREED, plan.output.freed)
-
-
 class Writer(Protocol):
     """Writes the events of an answer that is streamed; any may be none."""
 
@@ -126,6 +120,12 @@ class Server:
     budgets: Budgets
     callbacks: Callbacks
 
+    def warn_of_tools(self, request: Request, plan: Plan) -> None:
+        """Have the answer to `request` name what keeps tools' arguments from being held to their schemas."""
+        if freed := plan.output.freed:
+            self.gateway.context.metrics.free_tools.inc(len(freed))
+            warn_of(request, FREED, freed)
+
     async def answer(
         self,
         request: Request,
@@ -140,7 +140,7 @@ class Server:
         Raises MalleeError, and ClientGone with every branch cancelled.
         """
         caller = caller_of(request)
-        warn_of_tools(request, plan)
+        self.warn_of_tools(request, plan)
         if not is_admitted:
             await self.admit(caller, plan)
         prepare_s = age_s(request)

@@ -70,6 +70,10 @@ class GatewayMetrics:
             Label("endpoint", most=48),
             Label("status", most=32),
         )
+        self.free_tools = area.counter(
+            "mallee_free_tools_total",
+            "Places in schemas of tools that can't be held to, so that arguments are free.",
+        )
         self.in_flight = area.gauge("mallee_branches_in_flight", "Branches begun and not ended.")
         self._ends = area.counter(
             "mallee_branches_ended_total",

@@ -22,7 +22,7 @@ from mallee.api.responses.store import ID_PREFIX, Record, State, StoredResponses
 from mallee.api.responses.tools import offered
 from mallee.api.responses.turns import PlannedTurn, TurnMaker
 from mallee.api.responses.writing import Writer, opening, sse
-from mallee.api.serve import Server, json_response, warn_of_tools
+from mallee.api.serve import Server, json_response
 from mallee.api.sse import EventStream, unless_gone
 from mallee.protocol.api.responses import ResponseDeleted, ResponseList, ResponseRequest
 from mallee.protocol.errors import (
@@ -104,7 +104,7 @@ class Responses:
             )
 
         planned = await self._asking.make(request, asked, plan)
-        warn_of_tools(request, planned.plan)
+        self._server.warn_of_tools(request, planned.plan)
         run = await self._run(request, asked, planned, previous, talk, plan_whole)
         await caller_of(request).visit.ready(**planned.plan.needs)
         if body.background:

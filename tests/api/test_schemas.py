@@ -332,6 +332,7 @@ def test_a_tool_that_no_grammar_can_hold_is_free_unless_it_is_strict(
     answer = call("POST", path, body)
     assert answer.status == 200, answer.body
     assert answer.headers["warnings"].endswith(f"can be held to: '{place}'")
+    assert b"mallee_free_tools_total 1" in call.service.gateway_metrics.render()
     grammar = call.service.job.grammar
     matcher = grammars.compile(grammar).inner
     tokenizer = grammars._read_tokenizer()
