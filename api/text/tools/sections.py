@@ -37,7 +37,8 @@ KIMI: Final = Marks(
     "<|tool_call_argument_begin|>",
 )
 _KIND: Final = "functions."
-_OWN_ID: Final = re.compile(r"(?:functions\.)?(\S+):[0-9]{1,9}")
+_NUMBER: Final = "[0-9]{1,9}"
+_OWN_ID: Final = re.compile(rf"(?:functions\.)?(\S+):{_NUMBER}")
 
 
 class Sections(ToolFormat):
@@ -93,7 +94,7 @@ class Sections(ToolFormat):
             return fenced if self._is_fenced else f"{marks.call}{name}{marks.separator}"
 
         if self._has_ids:
-            number = f"/[0-9]+/ {lark.literal(marks.separator)}"
+            number = f"/{_NUMBER}/ {lark.literal(marks.separator)}"
         end = "\n```" + marks.call_end if self._is_fenced else marks.call_end
         lark.add("call", " | ".join(lark.each_call(functions, head, end, number)))
         between = lark.literal("\n") + " " if self._is_fenced else ""
