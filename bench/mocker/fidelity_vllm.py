@@ -318,7 +318,8 @@ async def played(
     url: str, requests: Sequence[Request], salt: int = 0
 ) -> tuple[dict[int, Life], int]:
     """The lives of a scene's requests, and the preemptions meanwhile."""
-    limits = httpx.Limits(max_connections=None)
+    # Below the 5 s after which vLLM closes a connection that is idle: a request on one would fail.
+    limits = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
     async with httpx.AsyncClient(
         base_url=url, timeout=300, trust_env=False, limits=limits
     ) as client:
