@@ -63,13 +63,13 @@ def preview(workload: Workload) -> Preview:
     require_tree(workload, trace)
     num, blocks = len(trace), len(trace.blocks)
     return Preview(
-        workload,
-        num,
-        float(trace.arrival_s[-1] - trace.arrival_s[0]) if num else 0.0,
-        float(trace.input_tokens.mean()) if num else 0.0,
-        1 - trace.num_blocks / blocks if blocks else 0.0,
-        bool(blocks),
-        any(trace.sessions),
+        workload=workload,
+        num=num,
+        span_s=float(trace.arrival_s[-1] - trace.arrival_s[0]) if num else 0.0,
+        mean_tokens=float(trace.input_tokens.mean()) if num else 0.0,
+        seen_share=1 - trace.num_blocks / blocks if blocks else 0.0,
+        has_ids=bool(blocks),
+        has_sessions=any(trace.sessions),
     )
 
 
