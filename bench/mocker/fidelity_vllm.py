@@ -283,7 +283,6 @@ def server(python: str, folder: Path, num_blocks: int = NUM_BLOCKS) -> Iterator[
     command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
     command += ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | vllm_env(1)
-    env |= {"KMP_BLOCKTIME": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     url, log = f"http://127.0.0.1:{port}", folder / "server.log"
     with log.open("wb") as out:
         process = subprocess.Popen(command, env=env, stdout=out, stderr=out, process_group=0)
