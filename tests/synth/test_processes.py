@@ -58,12 +58,13 @@ def test_same_seed_same_requests_in_any_process(kind: str, tmp_path: Path) -> No
 
 def test_bytes_do_not_depend_on_the_process(tmp_path: Path) -> None:
     code = (
-        "import sys; from mallee.traces.made import sessions_workload as w;"
+        "import sys; from support.made_workloads import sessions_workload as w;"
         " from mallee.traces.write import write_workload as write;"
         " [write(w(40, seed=1), sys.argv[1] + f, format=f) for f in ('mooncake', 'agentic', 'dag')]"
     )
+    path = os.pathsep.join((str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")))
     for name, seed in (("a", "1"), ("b", "2")):
-        env = {**os.environ, "PYTHONHASHSEED": seed}
+        env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path}
         subprocess.run([sys.executable, "-c", code, str(tmp_path / name)], check=True, env=env)
     for how in ("mooncake", "agentic", "dag"):
         assert (tmp_path / f"a{how}").read_bytes() == (tmp_path / f"b{how}").read_bytes()
