@@ -38,7 +38,6 @@ NatsOption: TypeAlias = Annotated[
     ),
 ]
 TIMING = typer.Option("--timing", help="Name of a device and model, or a file of `mallee profile`.")
-TimingOption: TypeAlias = Annotated[str, TIMING]
 JsonOption: TypeAlias = Annotated[
     bool, typer.Option("--json", help="The last line of stdout is one JSON object.")
 ]

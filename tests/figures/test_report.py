@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.doubles.workloads import made
 from mallee.figures import page, style, text
 from mallee.figures.replays import run_charts
 from mallee.figures.replays.write import CSV_COLUMNS, write_csv, write_report
@@ -21,7 +22,6 @@ from mallee.mocker.replay.result import Result
 from mallee.mocker.replay.run import replay
 from mallee.mocker.timing import Fixed, Timing
 from mallee.protocol.errors import ConfigError
-from mallee.testing.workloads import made
 from mallee.traces.workload import Request
 
 NAN = float("nan")

@@ -25,7 +25,7 @@ def test_the_digest_does_not_depend_on_the_process() -> None:
     code = (
         "from mallee.mocker.replay.config import ReplayConfig\n"
         "from mallee.mocker.replay.run import replay\n"
-        "from mallee.testing.workloads import forks\n"
+        "from bench.doubles.workloads import forks\n"
         "w = forks(6, 5, prefix_tokens=96, levels=2, output_tokens=9)\n"
         "c = ReplayConfig(engines=3, kv_tokens=1024, gateways=2, booking_lag_s=0.001)\n"
         "print(replay(w, c).summary['digest'])\n"
