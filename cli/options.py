@@ -73,8 +73,6 @@ SessionsOption: TypeAlias = Annotated[
 ]
 SeedOption: TypeAlias = Annotated[int, typer.Option("--seed", help="Same seed, same results.")]
 
-DEFAULT_TIMING = "h200-llama-3.1-8b-fp8"
-
 # Names in the package index, by those of their modules.
 SERVING_PACKAGES = {
     "safetensors": "safetensors",
