@@ -49,7 +49,7 @@ for forward in (MockForward(mock_spec(), num_blocks=64), random_model().forward(
 def played(path: Path) -> list[str]:
     """Of the modules under `path`: the engine's suffix, a replay's digest, tokens over two forward passes."""
     command = [sys.executable, "-c", PLAY]
-    environ = os.environ | {"PYTHONPATH": str(path)}
+    environ = os.environ | {"PYTHONPATH": f"{path}{os.pathsep}{ROOT}"}  # of `bench`, too
     done = subprocess.run(
         command, cwd="/", capture_output=True, text=True, check=False, env=environ
     )

@@ -42,7 +42,7 @@ def test_the_digest_does_not_depend_on_the_process() -> None:
 
 def test_nothing_is_loaded_for_drawing_before_something_is_drawn() -> None:
     code = (
-        "import sys, mallee.figures.replays.write_sweep, mallee.figures.replays.scenes\n"
+        "import sys, mallee.figures.replays.write_sweep, mallee.figures.replays.write\n"
         "print({'matplotlib', 'asyncio', 'torch', 'ray', 'multiprocessing.connection'} & set(sys.modules))"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
