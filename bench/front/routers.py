@@ -36,13 +36,14 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import httpx
 import psutil
 
 from bench.front.picker import Client, counts_of, cpu_s, hits, pods_beside
-from bench.measure import machine, rounded
+from bench.measure import conclude, machine
 from bench.peers.vllm_server import vllm_command, vllm_env
 from mallee.runtime.addresses import free_port
 
@@ -321,14 +322,16 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--vllm-python", default="")
+    parser.add_argument("--out", type=Path, help="a result, which keeps its other part")
     args = parser.parse_args()
     if args.vllm_python:
         args.model = args.model or "smollm2"
-        print(json.dumps(rounded({"machine": machine(), **asyncio.run(measure_vllm(args))})))
-        return
-    with pods_beside(args.pods, with_events=True) as (pods, pipe):
-        found = asyncio.run(measure(args, pods, pipe))
-    print(json.dumps(rounded({"machine": machine(), "pods": args.pods, **found})))
+        found = {"servers": asyncio.run(measure_vllm(args))}
+    else:
+        with pods_beside(args.pods, with_events=True) as (pods, pipe):
+            found = {"stubs": {"pods": args.pods, **asyncio.run(measure(args, pods, pipe))}}
+    before = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
+    conclude({**before, **found, **machine()}, args.out)
 
 
 if __name__ == "__main__":

@@ -151,6 +151,46 @@ def picker(data: Json) -> Iterator[str]:
     )
 
 
+def routers(data: Json) -> Iterator[str]:
+    sides = {
+        "mallee": "`mallee router`, by prediction",
+        "mallee_events": "`mallee router`, by KV events",
+        "vllm_router_kv_aware": "vllm-router, `kv_aware`",
+        "vllm_router_cache_aware": "vllm-router, `cache_aware`",
+        "vllm_router_round_robin": "vllm-router, round robin",
+    }
+    pods = data["stubs"]["pods"]
+    yield grid(
+        f"{pods} stub pods",
+        [(text, data["stubs"][side]) for side, text in sides.items()],
+        {
+            "conversation hits": "conversation",
+            "warm fan-out, cached": "warm",
+            "cold fan-out, copies": "cold",
+            "CPU for a request, 8 clients, us": "cpu_us_8",
+            "1 client": "cpu_us_1",
+            "p50, 1 client, ms": "p50_ms",
+            "MB": "rss_mb",
+        },
+    )
+    names = {**sides, "round_robin": "`mallee router`, round robin"}
+    yield grid(
+        "2 vLLM servers",
+        [(names[side], run) for side, run in data["servers"].items() if side in names],
+        {"TTFT p50, ms": "ttft_p50_ms", "TTFT p99, ms": "ttft_p99_ms"},
+    )
+
+
+def stages(data: Json) -> Iterator[str]:
+    cpu = data["cpu_us"]
+    rows = [(stage, number(us)) for stage, us in data["gateway_us"].items()]
+    rows += [
+        ("**the gateway in all**", number(cpu["gateway"])),
+        ("HAProxy", number(cpu["haproxy"])),
+    ]
+    yield table(["CPU of a request", "us"], [*rows, ("100 mocked engines", number(cpu["engines"]))])
+
+
 def gateway(data: Json) -> Iterator[str]:
     rows = [("added latency p50, 1 client, ms", "added_ms/c1", True)]
     rows += [(f"requests/s, {n} clients", f"rps/c{n}", False) for n in (1, 16, 64)]
@@ -1301,6 +1341,13 @@ SECTIONS = {
         " with the same engine driven directly. Everything, load generator included, shares 2 cores.",
         serve,
     ),
+    "stages": Section(
+        "A request's CPU, by stage",
+        "python -m bench.serve --stages",
+        "`mallee serve` over Ray, 16 clients, requests as above. The system counts each process's CPU while"
+        " nobody looks; py-spy's looks at the gateway share its own out among stages.",
+        stages,
+    ),
     "failover": Section(
         "Faults under load",
         "python -m bench.failover",
@@ -1450,6 +1497,13 @@ SECTIONS = {
     ),
     "ranking": Section(
         "Ranking of policies", "python -m bench.router.ranking", "Medians of the seeds.", ranking
+    ),
+    "rules": Section(
+        "Rules of other routers",
+        "python -m bench.router.rules --requests 2000 1000 --seeds 3",
+        "Each rule on the same mocked engines and real traces, in virtual time; all see exact matches."
+        " Medians of the seeds.",
+        ranking,
     ),
     "gateway": Section(
         "Gateway",
@@ -1605,6 +1659,14 @@ SECTIONS = {
         " than one: each finds fewer messages at a wake-up (as one does with 2 clients: 1.2 times the CPU of"
         " 32), and sharing bookings is 18 % of its time, most of it sending.",
         picker,
+    ),
+    "routers": Section(
+        "`mallee router` beside vllm-router",
+        "python -m bench.front.routers --vllm-router PATH --model smollm2",
+        "Stub pods that publish KV events, routers and clients on the same 2 cores, by turns. Then, with"
+        " `--vllm-python`, two servers of vLLM for CPUs with SmolLM2 and one thread each: conversations over"
+        " a shared prefix that exceed the KV memory of one.",
+        routers,
     ),
     "contention": Section(
         "Several engines on one device",

@@ -311,7 +311,7 @@ def test_faults_of_nodes_fail_no_request(ran: Ran) -> None:
 
 
 def test_the_router_is_compared_with_round_robin(ran: Ran) -> None:
-    found, _ = ran("front.routers --seconds 0.4 --conversations 4")
+    found = ran("front.routers --seconds 0.4 --conversations 4")[0]["stubs"]
     ours, other = found["mallee"], found["round_robin"]
     assert (ours["warm"], ours["cold"]) == (1.0, 1.0)
     assert ours["conversation"] > other["conversation"]
