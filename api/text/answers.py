@@ -7,8 +7,8 @@ from typing import Final, Literal, NamedTuple
 
 from mallee.api.text.conversation import Function
 from mallee.api.text.tokenizer import overlap
-from mallee.api.text.tools.parser import CallParser, Piece, ToolFormat
 from mallee.api.text.tools.harmony import ANALYSIS, START, Harmony
+from mallee.api.text.tools.parser import CallParser, Piece, ToolFormat
 from mallee.api.text.tools.source import Call, Prose, joined_calls
 
 

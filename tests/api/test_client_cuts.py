@@ -122,6 +122,34 @@ async def test_one_branch_is_pruned_and_a_request_tells_its_course(live: Any) ->
             await client.request("req_7")
 
 
+async def test_closing_an_answer_that_was_cut_leaves_its_next_connection(
+    live: Any, cutter: Cutter
+) -> None:
+    """I17, part: it ended over a second connection, on which another answer has begun meanwhile."""
+    goes_on, plain = asyncio.Event(), live.service.plain
+
+    async def script(stream: Any) -> AsyncIterator[Any]:
+        deltas = [delta async for delta in plain(stream)]
+        for number, delta in enumerate(deltas):
+            if number == 4 and len(live.service.streams) == 2:
+                await goes_on.wait()
+            yield delta
+
+    live.service.script = script
+    cutter.after = [300]
+    async with AsyncMallee(cutter.url) as client:
+        cut = client.complete("abc", n=3)
+        assert [each.text for each in await cut] == ["hello 0", "hello 1", "hello 2"]
+        async with client.stream("abc", n=2) as other:
+            events = other.events()
+            await anext(events)
+            await until(lambda: cutter.num_open == 1)
+            await cut.close()
+            goes_on.set()
+            assert [each.text for each in await other] == ["hello 0", "hello 1"]
+    assert len(live.service.streams) == 2, "nothing was asked again"
+
+
 async def test_closing_the_client_ends_its_streams(live: Any) -> None:
     live.service.holds_after = 2
 

@@ -1,8 +1,8 @@
 """gpt-oss' form (harmony): messages of a header each, which are reasoning, text or calls.
 
 <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.NAME
-<|constrain|>json<|message|>{...}<|call|>, and text in the channels `final` and `commentary`. The prompt has the
-first <|start|>assistant; a recipient may also stand before its channel.
+<|constrain|>json<|message|>{...}<|call|>, and text in the channels `final` and `commentary`. The prompt has
+the first <|start|>assistant; a recipient may also stand before its channel.
 """
 
 import re

@@ -40,7 +40,7 @@ class Prose(NamedTuple):
 Wait: TypeAlias = Generator[None, None, T]
 """A step that waits for text, and its result."""
 Block: TypeAlias = Generator[Call | Prose | None, None, bool]
-"""The calls of a block, or its prose, in parts; whether it came to its end. If not, what follows the last part is text."""
+"""The calls of a block in parts, or its prose; whether it came to its end. If not, what follows is text."""
 Functions: TypeAlias = Mapping[str, Function]
 
 _STRUCTURE: Final = re.compile(r"""["'\\(){}\[\]]""")
