@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mallee.client import AsyncMallee, ConnectionFailed, Mallee, StreamBroken
+from mallee.client import AsyncMallee, ConnectionFailed, Mallee, StreamBroken, calls
 from mallee.protocol.errors import UnknownRequest
 from support.waiting import until
 
@@ -122,10 +122,11 @@ async def test_one_branch_is_pruned_and_a_request_tells_its_course(live: Any) ->
             await client.request("req_7")
 
 
-async def test_closing_an_answer_that_was_cut_leaves_its_next_connection(
-    live: Any, cutter: Cutter
+@pytest.mark.parametrize("repeats", [True, False])
+async def test_closing_an_answer_that_was_cut_closes_no_other_s_connection(
+    live: Any, cutter: Cutter, repeats: bool
 ) -> None:
-    """I17, part: it ended over a second connection, on which another answer has begun meanwhile."""
+    """I17, part: neither that on which it was fetched again, which another answer has now, nor a new one."""
     goes_on, plain = asyncio.Event(), live.service.plain
 
     async def script(stream: Any) -> AsyncIterator[Any]:
@@ -137,9 +138,14 @@ async def test_closing_an_answer_that_was_cut_leaves_its_next_connection(
 
     live.service.script = script
     cutter.after = [300]
+    asked = calls.generate("abc", None, {"n": 3})
     async with AsyncMallee(cutter.url) as client:
-        cut = client.complete("abc", n=3)
-        assert [each.text for each in await cut] == ["hello 0", "hello 1", "hello 2"]
+        cut = client._open(asked.keyed() if repeats else asked)
+        if repeats:
+            assert [each.text for each in await cut] == ["hello 0", "hello 1", "hello 2"]
+        else:
+            with pytest.raises(StreamBroken):
+                await cut
         async with client.stream("abc", n=2) as other:
             events = other.events()
             await anext(events)

@@ -26,7 +26,9 @@ TEMPLATE = """
         {{- '<|start|>' + message.role + '<|message|>' }}
     {%- elif message.tool_calls %}
         {%- if message.content and message.thinking %}{{ raise_exception('not both') }}{% endif %}
-        {{- '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}
+        {%- if message.thinking %}
+            {{- '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}
+        {%- endif %}
         {%- set call = message.tool_calls[0].function %}
         {{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}
         {{- (call.arguments | tojson) + '<|call|>' }}
