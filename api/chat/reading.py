@@ -146,7 +146,8 @@ class ChatReader:
         if has_calls and form is None:
             form = self._form(source)
         is_open = thinking is not None and thinking.is_open_in(prompt.end)
-        may_think = thinking if thinking and not thinking.is_closed_in(prompt.end) else None
+        is_closed = thinking is not None and thinking.is_closed_in(prompt.end)
+        may_think = None if is_closed else thinking
         if not has_calls and may_think is not None and output.grammar is not None:
             output = thought_form(output, self._added_tokens, may_think, is_open=is_open)
         if has_calls and form is not None:
@@ -163,6 +164,9 @@ class ChatReader:
         if form is not None or thinking is not None:
             functions = choice.functions if has_calls else {}
             reading = Reading(thinking, is_open, form, functions, is_forced=choice.is_named)
+            if thinking is not None and thinking.form is not None and (is_open or is_closed):
+                head = thinking.open if is_open else thinking.form.head
+                reading = replace(reading, begun=head)
         bound = None
         if thinking is not None and request.thinking_token_budget is not None:
             bound = self._bound(request.thinking_token_budget, thinking, is_open=is_open)

@@ -25,7 +25,8 @@ class Thinking(NamedTuple):
 
     def is_closed_in(self, prompt_end: str) -> bool:
         """Whether a prompt ends behind it, so that none is written."""
-        return self.form is None and prompt_end.rstrip().endswith(self.close)
+        close = self.close if self.form is None else self.form.head
+        return prompt_end.rstrip().endswith(close)
 
 
 THINKING: Final = MappingProxyType(
@@ -64,6 +65,7 @@ class Reading:
     form: ToolFormat | None = None
     functions: Mapping[str, Function] = field(default_factory=dict)
     is_forced: bool = False  # the client named the one function that is called
+    begun: str = ""  # the head of a message of `form` that the prompt ends with
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -74,7 +76,8 @@ class Reading:
     @property
     def thinks_first(self) -> bool:
         """Whether an answer can't begin with its text."""
-        return self.is_open or (self.thinking is not None and self.thinking.form is not None)
+        is_block = self.thinking is not None and self.thinking.form is not None
+        return self.is_open or (is_block and not self.begun)
 
     def parser(self) -> "AnswerParser":
         """A fresh one, for one answer."""
@@ -95,6 +98,8 @@ class AnswerParser:
         self._is_begun = False  # reasoning was given out
         form = reading.form
         self._calls = CallParser(form, reading.functions) if form is not None else None
+        if self._calls is not None:
+            self._calls.feed(reading.begun)
 
     @property
     def is_in_call(self) -> bool:

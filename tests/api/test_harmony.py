@@ -9,7 +9,7 @@ from msgspec import structs
 
 from mallee.api.text.answers import thinking_of
 from mallee.api.text.chat import ChatTemplate
-from mallee.api.text.conversation import Conversation, Message, ToolCall
+from mallee.api.text.conversation import Conversation, Function, Message, ToolCall
 from mallee.api.text.tools.formats import format_of
 from mallee.runtime.config import ChatSettings, HttpSettings
 
@@ -18,7 +18,10 @@ CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/respons
 # call has a reasoning or a text before it, not both.
 TEMPLATE = """
 {{- '<|start|>system<|message|>Reasoning: ' + (reasoning_effort or 'medium') + '<|end|>' }}
-{%- for tool in tools or [] %}<|start|>developer<|message|>{{ tool.function | tojson }}<|end|>{% endfor %}
+{%- for tool in tools or [] %}
+    {%- set tool = tool.function %}
+    {{- '<|start|>developer<|message|>// ' + tool.description + ' ' + (tool | tojson) + '<|end|>' }}
+{%- endfor %}
 {%- for message in messages %}
     {%- if message.role == 'tool' %}
         {{- '<|start|>functions.' + message.name + ' to=assistant<|channel|>commentary<|message|>' }}
@@ -190,6 +193,28 @@ def test_what_the_channels_do_not_allow_is_refused_by_name(
         assert call("POST", MESSAGES, {**ASKED, "messages": messages}).status == 400
 
 
+@pytest.mark.parametrize("channel", ["analysis", "final"])
+def test_a_prompt_may_end_inside_of_a_message(call_with: Any, service: Any, channel: str) -> None:
+    """I17, part: of templates that are changed so; a final one leaves no room for reasoning."""
+    service.model = structs.replace(service.model, max_model_len=4096)
+    end = "{{ '<|start|>assistant' }}"
+    begun = TEMPLATE.replace(end, f"{end[:-4]}<|channel|>{channel}<|message|>' }}}}")
+    call = call_with(HttpSettings(), template=begun)
+    is_final = channel == "final"
+    answer = "4" if is_final else f"Look it up.<|end|><|start|>assistant{FINAL}4"
+    call.service.reply = lambda _: answer
+    for more in ({}, {"tools": [TOOL]}, {"response_format": {"type": "json_object"}}):
+        (choice,) = call("POST", CHAT, ASKED | more).body["choices"]
+        message = choice["message"]
+        assert (message["content"], message.get("reasoning", "")) == (
+            *("4", "" if is_final else "Look it up."),
+        )
+    assert (call.service.job.grammar.kind == "json_object") == is_final
+    messages = [*ASKED["messages"], {"role": "assistant", "content": "It is "}]
+    asked = {**ASKED, "messages": messages, "continue_final_message": True}
+    assert call("POST", CHAT, asked).status == (200 if is_final else 400)
+
+
 def test_the_channels_may_be_left_in_the_text(call_with: Any) -> None:
     call = call_with(HttpSettings(), template=TEMPLATE, chats=ChatSettings(reasoning_parser="none"))
     call.service.reply = lambda _: THOUGHT + FINAL + "4"
@@ -203,5 +228,6 @@ def test_the_template_names_its_form_and_gets_reasoning_by_its_name() -> None:
     assert thinking_of("<|user|>{{ m.content }}<|end|><|assistant|>") is None
     template = ChatTemplate(TEMPLATE)
     made = Message("assistant", "Plan.", "Thought.", (ToolCall("c", "f", "{}"),))
-    text = template.render(Conversation((Message("user", "x"), made))).text
+    text = template.render(Conversation((Message("user", "x"), made), [Function("f")])).text
+    assert '<|message|>// {"name": "f", "description": "", ' in text
     assert "<|channel|>analysis<|message|>Thought.\n\nPlan.<|end|>" in text
