@@ -229,5 +229,5 @@ def test_the_template_names_its_form_and_gets_reasoning_by_its_name() -> None:
     template = ChatTemplate(TEMPLATE)
     made = Message("assistant", "Plan.", "Thought.", (ToolCall("c", "f", "{}"),))
     text = template.render(Conversation((Message("user", "x"), made), [Function("f")])).text
-    assert '<|message|>// {"name": "f", "description": "", ' in text
+    assert '<|message|>//  {"name": "f", "description": "", ' in text
     assert "<|channel|>analysis<|message|>Thought.\n\nPlan.<|end|>" in text
