@@ -22,7 +22,7 @@ from mallee.api.deltas import LOWEST, TextDelta, text_logprobs
 from mallee.api.entry.asking import INLINE_BODY_BYTES, Asking
 from mallee.api.entry.middleware import age_s, caller_of
 from mallee.api.errors import error_body, unexpected
-from mallee.api.jobs import JobMaker
+from mallee.api.jobs import JobMaker, ids
 from mallee.api.search.requests import SearchAnswer, SearchPlan, SearchRequest, Spent, read_search
 from mallee.api.serve import Server, json_response
 from mallee.api.sse import DONE, EventStream, event, unless_gone
@@ -30,7 +30,6 @@ from mallee.gateway.access.visits import Visit
 from mallee.protocol.api.generate import ForkRequest
 from mallee.protocol.api.shared import OMITTED
 from mallee.protocol.errors import MalleeError, UnknownCapsule
-from mallee.protocol.hashing import Tokens, as_tokens
 from mallee.protocol.ids import CapsuleId, RequestId
 from mallee.search.driver import Expand, Score
 from mallee.search.results import node_result, num_blocks
@@ -61,11 +60,11 @@ class Requests:
         """The search at the capsule where it begins, which is made if none was named. Raises MalleeError."""
         plan = self.plan
         if plan.prompt is None:
-            capsules = self.server.gateway.capsules
+            capsules, prompt = self.server.gateway.capsules, list[int]()
             found = await capsules.show(plan.capsule, plan.scope)
-            wants_ids = plan.step.return_token_ids
-            ids = await capsules.tokens(plan.capsule, plan.scope) if wants_ids else as_tokens(())
-            return Run(self, found.capsule, found.boundary, ids)
+            if plan.step.return_token_ids:
+                prompt = (await capsules.tokens(plan.capsule, plan.scope)).tolist()
+            return Run(self, found.capsule, found.boundary, prompt)
         self.spent.requests += 1
         visit = self.visit.another()
         await visit.ready()
@@ -73,7 +72,7 @@ class Requests:
             made = await self.server.make(plan.prompt, visit)
         self.spent.prefill_tokens += made.prefill_tokens
         assert made.capsule is not None
-        return Run(self, made.capsule, made.boundary, plan.prompt.tokens)
+        return Run(self, made.capsule, made.boundary, ids(plan.prompt.tokens))
 
     async def draw(self, work: Expand) -> list[Drawn]:
         own = {"n": work.num, "max_tokens": work.max_tokens, "seed": work.seed}
@@ -132,7 +131,7 @@ class Requests:
 class Run:
     """A search that has begun, at the capsule `root` of `begun` tokens: `prompt`, if ids are returned."""
 
-    def __init__(self, requests: Requests, root: CapsuleId, begun: int, prompt: Tokens) -> None:
+    def __init__(self, requests: Requests, root: CapsuleId, begun: int, prompt: list[int]) -> None:
         plan = requests.plan
         self.requests = requests
         self.begun = begun
@@ -258,5 +257,5 @@ class SearchHandlers:
             seed=run.requests.plan.seed,
             blocks=num_blocks(run.search.tree.nodes, run.begun, size),
             spent=run.requests.spent,
-            prompt_token_ids=run.prompt.tolist() if returns_ids else OMITTED,
+            prompt_token_ids=run.prompt if returns_ids else OMITTED,
         )
