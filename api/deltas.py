@@ -82,7 +82,7 @@ class TextDelta(msgspec.Struct, frozen=True):
     injected: tuple[tuple[int, int], ...] = ()  # as `Delta.injected`
     ended_by: str = ""  # of its budget, or of the conditions that it was to stop by
     scored: Scored | None = None  # at the end, if a verifier scores its request's branches
-    tokens: tuple[int, ...] = ()  # as `chances`; where ids are returned with the one that ended it
+    tokens: tuple[int, ...] = ()  # with the one that ended it, which has no text
     prompt_logprobs: list[Any] | None = None  # in the first of a choice, if they were requested
 
 
@@ -375,9 +375,9 @@ class TextStream:
         num_tokens = branch.num_tokens
         if num_tokens - before < len(delta.tokens):
             delta = delta.first(num_tokens - before, before)
-        num_new = len(delta.tokens)
-        if self._plan.returns_ids and finish == "stop" and not branch.is_cut:
+        if finish == "stop" and not branch.is_cut:
             delta = delta.with_end()
+        num_new = len(delta.tokens)
         is_last, reasoning, is_in_call = finish is not None, "", False
         calls: tuple[CallDelta, ...] = ()
         if self._parsers:
@@ -400,6 +400,7 @@ class TextStream:
         scored = None
         if watch is not None:
             scored = watch.score(index, text, reasoning, num_tokens=num_tokens, is_last=is_last)
+        num_tokens = before + num_new
         chances = self._chances(index, delta) if delta.logprobs else ()
         if self._plan.hides_reasoning:
             reasoning = ""

@@ -123,6 +123,7 @@ class Stepping(Turn, total=False):
     presence_penalty: float
     frequency_penalty: float
     logit_bias: Mapping[str, float]
+    return_token_ids: bool
 
 
 class Importing(TypedDict, total=False):

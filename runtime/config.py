@@ -358,11 +358,13 @@ class ChatSettings(Settings):
         "glm47",
         "kimi_k2",
         "minimax_m2",
+        "harmony",
     ] = "auto"
     """Form in which the model writes calls of functions; `auto`: as its template shows it."""
-    reasoning_parser: Literal["auto", "think", "mistral", "none"] = "auto"
-    """Marks around its reasoning: `think` is `<think>`, `mistral` is `[THINK]`; `none`: it is
-    part of the text; `auto`: as its template shows them."""
+    reasoning_parser: Literal["auto", "think", "mistral", "harmony", "none"] = "auto"
+    """Marks around its reasoning: `think` is `<think>`, `mistral` is `[THINK]`, `harmony` is
+    gpt-oss' channels, by which answers are read with tools or without; `none`: it is part of the
+    text; `auto`: as its template shows them."""
     special_tokens: bool = False
     """Special tokens that are written out in messages count as such, so that whoever writes a
     part of them can end a turn and begin another."""

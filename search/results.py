@@ -10,7 +10,8 @@ from mallee.search.tree import ROOT, Node, State, Tree
 class NodeResult(msgspec.Struct, frozen=True, kw_only=True):
     """One node, by its number. `value` is the mean over the `visits` valued nodes in its subtree.
 
-    `capsule`: the state after it, "" where none was kept.
+    `capsule`: the state after it, "" where none was kept. `token_ids` and their `token_logprobs`, if they
+    were asked for: with the token that ended it, which is not in its capsule.
     """
 
     number: int
@@ -24,6 +25,8 @@ class NodeResult(msgspec.Struct, frozen=True, kw_only=True):
     visits: int
     value: float | None
     capsule: str = ""
+    token_ids: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
+    token_logprobs: tuple[float, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
 class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,6 +79,8 @@ def node_result(node: Node) -> NodeResult:
         visits=node.visits,
         value=node.value,
         capsule=drawn.key,
+        token_ids=drawn.tokens or msgspec.UNSET,
+        token_logprobs=drawn.logprobs or msgspec.UNSET,
     )
 
 
@@ -84,7 +89,7 @@ def num_blocks(nodes: Sequence[Node], begun: int, size: int) -> int:
 
     Counted as a worker lays it out. A continuation shares the full blocks before it, and has a copy of one
     that is not full. The last token of a node has no KV before something follows it, and then once for all
-    that does, unless the node ended by itself. A node without a state holds nothing.
+    that does. A node without a state holds nothing.
     """
     ends = {ROOT: begun}
     for node in nodes:
@@ -105,4 +110,4 @@ def _held(node: Node, ends: dict[int, int]) -> int | None:
     """Tokens up to which there is KV of a node; None: it left no state."""
     if not node.proposal.key:
         return None
-    return ends[node.number] - (0 if node.proposal.is_end else 1)
+    return ends[node.number] - 1

@@ -34,7 +34,7 @@ class Ends(NamedTuple):
 class Drawn(NamedTuple):
     """One branch as its host has it: `finish` is its finish reason, `capsule` the state that it left.
 
-    `top`: the likeliest tokens' log-probabilities in each place, if they were asked for.
+    `top`: the likeliest tokens' log-probabilities in each place, if they were asked for; `tokens` likewise.
     """
 
     text: str
@@ -43,6 +43,7 @@ class Drawn(NamedTuple):
     num_tokens: int
     logprobs: Sequence[float] = ()
     top: Sequence[Mapping[str, float]] = ()
+    tokens: Sequence[int] = ()
 
 
 class Steps(Protocol):
@@ -175,4 +176,6 @@ def proposal_of(drawn: Drawn, ends: Ends) -> Proposal | None:
         drawn.capsule or "",
         sum(drawn.logprobs) if drawn.logprobs else None,
         is_end=not is_step or has_mark or drawn.capsule is None,
+        tokens=tuple(drawn.tokens),
+        logprobs=tuple(drawn.logprobs) if drawn.tokens else (),
     )

@@ -17,7 +17,8 @@ ROOT: Final = 0
 class Proposal(NamedTuple):
     """A continuation that was drawn. `key`: the proposer's name of the state after it.
 
-    `logprob`: the sum over its tokens; None if unknown. `is_end`: nothing follows it.
+    `logprob`: the sum over its tokens; None if unknown. `is_end`: nothing follows it. `tokens` and their
+    `logprobs` are there if ids were asked for.
     """
 
     text: str
@@ -25,6 +26,8 @@ class Proposal(NamedTuple):
     key: str = ""
     logprob: float | None = None
     is_end: bool = False
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
 
 
 @dataclass(slots=True)

@@ -633,7 +633,7 @@ class Engine:
     def _report(self, drawn: Sequence[Sampled]) -> None:
         emit = self._updates.emit
         for sampled in drawn:
-            self._num_output += len(sampled.tokens)
+            self._num_output += len(sampled.tokens) + (sampled.end is not None)
             if sampled.finish is None:
                 emit(sampled.branch, sampled.tokens, sampled.logprobs)
             else:

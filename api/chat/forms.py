@@ -98,11 +98,14 @@ def answer_form(
     lark = Lark(added_tokens)
     functions, freed = _held(choice.functions)
     opening = form.grammar(lark, functions, several=several)
-    calls = f"{lark.literal(opening)} calls".strip()
+    calls, head = f"{lark.literal(opening)} calls".strip(), lark.literal(form.head)
     if choice.mode == "required":
         start = calls
     elif output.grammar is not None:
-        start = f"{calls} | {lark.json('text_form', _schema(output.grammar, output.param))}"
+        text = lark.json("text_form", _schema(output.grammar, output.param))
+        start = f"{calls} | {head} {text}"
+    elif head:
+        start = f"{calls} | {head} {lark.add('plain_text', ANY_TEXT)}"
     elif opening:
         free = lark.text_until("before_calls", opening)
         start = f"{lark.add('plain_text', ANY_TEXT)} | {free} calls"
@@ -125,6 +128,8 @@ def thought_form(
         form = lark.add("form", " | ".join(map(json.dumps, json.loads(grammar.source))))
     else:
         form = lark.add("form", f"%lark {{\n{_lark(grammar, output.param)}\n}}")
+    if thinking.form is not None:
+        form = f"{lark.literal(thinking.form.head)} {form}"
     start = _after_thinking(lark, form, thinking, is_open=is_open)
     return OutputFormat(Grammar("lark", lark.build(start)), output.param).checked()
 
@@ -181,7 +186,8 @@ def _fault(schema: str) -> str:
 def _after_thinking(lark: Lark, start: str, thinking: Thinking | None, *, is_open: bool) -> str:
     if thinking is None:
         return start
-    thoughts = f"{lark.text_until('thoughts', thinking.close)} {lark.add('gap', _GAP)}"
+    gap = "" if thinking.form else lark.add("gap", _GAP)
+    thoughts = f"{lark.text_until('thoughts', thinking.close)} {gap}"
     if is_open:
         return f"{thoughts} ({start})"
     return f"({lark.literal(thinking.open)} {thoughts})? ({start})"

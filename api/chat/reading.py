@@ -85,7 +85,7 @@ class ChatReader:
             prompt = self._reader.marked(prompt, conversation, read_marks(request.messages), scope)
         output = FREE_TEXT if _FORMS(request) == _NO_FORM else read_output_format(request)
         chat = self.begun(request, conversation, prompt, output, changed=changed)
-        if begun and chat.reading is not None and chat.reading.is_open:
+        if begun and chat.reading is not None and chat.reading.thinks_first:
             remedy = "this model reasons before it answers, so its answer can't be begun for it"
             raise InvalidParameter("continue_final_message", True, remedy)
         return chat
@@ -142,12 +142,15 @@ class ChatReader:
         if thinking is None and not conversation.functions and request.tool_choice is None:
             return Chat(prompt.tokens, messages, output, None)
         choice = read_choice(request.tool_choice, tuple(conversation.functions))
-        form = None if choice.mode == "none" else self._form(source)
+        has_calls, form = choice.mode != "none", thinking.form if thinking else None
+        if has_calls and form is None:
+            form = self._form(source)
         is_open = thinking is not None and thinking.is_open_in(prompt.end)
-        may_think = thinking if thinking and not thinking.is_closed_in(prompt.end) else None
-        if form is None and may_think is not None and output.grammar is not None:
+        is_closed = thinking is not None and thinking.is_closed_in(prompt.end)
+        may_think = None if is_closed else thinking
+        if not has_calls and may_think is not None and output.grammar is not None:
             output = thought_form(output, self._added_tokens, may_think, is_open=is_open)
-        if form is not None:
+        if has_calls and form is not None:
             output = answer_form(
                 form,
                 choice,
@@ -159,8 +162,11 @@ class ChatReader:
             )
         reading = None
         if form is not None or thinking is not None:
-            functions = choice.functions if form else {}
+            functions = choice.functions if has_calls else {}
             reading = Reading(thinking, is_open, form, functions, is_forced=choice.is_named)
+            if thinking is not None and thinking.form is not None and (is_open or is_closed):
+                head = thinking.open if is_open else thinking.form.head
+                reading = replace(reading, begun=head)
         bound = None
         if thinking is not None and request.thinking_token_budget is not None:
             bound = self._bound(request.thinking_token_budget, thinking, is_open=is_open)
@@ -214,7 +220,7 @@ class ChatReader:
         self, max_tokens: int, thinking: Thinking, *, is_open: bool
     ) -> ReasoningBudget | None:
         """None: the model's marks are several tokens, of which others could be made too."""
-        begin, close = (self._added_tokens.get(mark) for mark in thinking)
+        begin, close = map(self._added_tokens.get, thinking[:2])
         if close is None or (begin is None and not is_open):
             return None
         return ReasoningBudget(max_tokens, close, None if is_open else begin)

@@ -140,7 +140,7 @@ class MessagesHandlers:
         fields = wishes(len(prompt.tokens))
         output = read_output_format(fields)
         chat = self._chat.begun(fields, conversation, prompt, output, changed=changed, is_hint=True)
-        if dialogue.begun and chat.reading is not None and chat.reading.is_open:
+        if dialogue.begun and chat.reading is not None and chat.reading.thinks_first:
             remedy = "this model reasons before it answers, so its answer can't be begun for it"
             raise InvalidParameter("messages", "assistant", remedy)
         plan = self._maker.conversation(fields, chat, scope, _owned(terms, request))

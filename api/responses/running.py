@@ -77,6 +77,9 @@ class Run:
         self._usage: UsageCounter | None = None
         self._drawn = DrawnTokens()
         self._prompt_ids: list[int] = []  # if ids are returned
+        self._ids: list[int] = []  # the same, of the answer
+        self._chances: list[TokenChance] = []
+        self._num_told = 0  # of them, in events
         self._text: TextStream | None = None
 
     def admit(self, visit: Visit) -> None:
@@ -137,14 +140,16 @@ class Run:
         assert usage is not None
         cost = LOGPROBS_COST if self._planned.plan.logprobs else 1
         found, owed, delta = writer.begin(), 0, first
-        ids, chances = list[int](), list[TokenChance]()
+        returns_ids = self._planned.plan.returns_ids
+        if returns_ids:
+            found[0]["prompt_token_ids"] = self._prompt_ids
         try:
             while True:
                 usage.add(delta)
-                if self._planned.plan.returns_ids:
-                    ids += delta.tokens
-                    chances += delta.chances
-                found += writer.add(delta)
+                if returns_ids:
+                    self._ids += delta.tokens
+                    self._chances += delta.chances
+                found += self._with_ids(writer.add(delta))
                 owed += delta.num_tokens * cost
                 if delta.finish is not None:
                     break
@@ -159,17 +164,16 @@ class Run:
                 delta = waiting
             if delta.error is not None:
                 raise delta.error
-            found += writer.finish(delta)
+            found += self._with_ids(writer.finish(delta))
             state = self._left(delta)
             await self._tell(state)
             more: dict[str, Any] = {
                 "turn": self._planned.how,
                 "new_tokens": self._planned.new_tokens,
             }
-            if self._planned.plan.returns_ids:
-                more |= {"prompt_token_ids": self._prompt_ids, "token_ids": ids}
-                if self._planned.plan.logprobs:
-                    more["token_logprobs"] = [finite(chance.logprob) for chance in chances]
+            if returns_ids:
+                self._num_told = 0
+                more |= {"prompt_token_ids": self._prompt_ids, **self._taken_ids()}
             writer.end(delta, usage, more, int(self._server.clock()))
             self._state = state
         except MalleeError as error:
@@ -179,6 +183,20 @@ class Run:
             log.exception("request %s failed after its first byte", number)
             found += self.failed(unexpected(number))
         yield found
+
+    def _with_ids(self, events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The events, the last of which has the ids that none before it had, if ids are returned."""
+        if events and len(self._ids) > self._num_told:
+            events[-1] |= self._taken_ids()
+        return events
+
+    def _taken_ids(self) -> dict[str, Any]:
+        begin, self._num_told = self._num_told, len(self._ids)
+        found: dict[str, Any] = {"token_ids": self._ids[begin:]}
+        if self._planned.plan.logprobs:
+            chances = self._chances[begin:]
+            found["token_logprobs"] = [finite(chance.logprob) for chance in chances]
+        return found
 
     async def close(self) -> None:
         """End what runs. Idempotent."""

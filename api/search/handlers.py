@@ -22,12 +22,13 @@ from mallee.api.deltas import LOWEST, TextDelta, text_logprobs
 from mallee.api.entry.asking import INLINE_BODY_BYTES, Asking
 from mallee.api.entry.middleware import age_s, caller_of
 from mallee.api.errors import error_body, unexpected
-from mallee.api.jobs import JobMaker
+from mallee.api.jobs import JobMaker, ids
 from mallee.api.search.requests import SearchAnswer, SearchPlan, SearchRequest, Spent, read_search
 from mallee.api.serve import Server, json_response
 from mallee.api.sse import DONE, EventStream, event, unless_gone
 from mallee.gateway.access.visits import Visit
 from mallee.protocol.api.generate import ForkRequest
+from mallee.protocol.api.shared import OMITTED
 from mallee.protocol.errors import MalleeError, UnknownCapsule
 from mallee.protocol.ids import CapsuleId, RequestId
 from mallee.search.driver import Expand, Score
@@ -59,8 +60,11 @@ class Requests:
         """The search at the capsule where it begins, which is made if none was named. Raises MalleeError."""
         plan = self.plan
         if plan.prompt is None:
-            found = await self.server.gateway.capsules.show(plan.capsule, plan.scope)
-            return Run(self, found.capsule, found.boundary)
+            capsules, prompt = self.server.gateway.capsules, list[int]()
+            found = await capsules.show(plan.capsule, plan.scope)
+            if plan.step.return_token_ids:
+                prompt = (await capsules.tokens(plan.capsule, plan.scope)).tolist()
+            return Run(self, found.capsule, found.boundary, prompt)
         self.spent.requests += 1
         visit = self.visit.another()
         await visit.ready()
@@ -68,12 +72,13 @@ class Requests:
             made = await self.server.make(plan.prompt, visit)
         self.spent.prefill_tokens += made.prefill_tokens
         assert made.capsule is not None
-        return Run(self, made.capsule, made.boundary)
+        return Run(self, made.capsule, made.boundary, ids(plan.prompt.tokens))
 
     async def draw(self, work: Expand) -> list[Drawn]:
         own = {"n": work.num, "max_tokens": work.max_tokens, "seed": work.seed}
         step = msgspec.structs.replace(self.plan.step, **own)
-        return list(map(_drawn, await self._fork(work.key, step)))
+        found = await self._fork(work.key, step)
+        return [_drawn(each, with_ids=step.return_token_ids) for each in found]
 
     async def ask(self, verifier: Verifier, key: str) -> Drawn:
         question = ForkRequest(
@@ -124,12 +129,13 @@ class Requests:
 
 
 class Run:
-    """A search that has begun, at the capsule `root` of `begun` tokens."""
+    """A search that has begun, at the capsule `root` of `begun` tokens: `prompt`, if ids are returned."""
 
-    def __init__(self, requests: Requests, root: CapsuleId, begun: int) -> None:
+    def __init__(self, requests: Requests, root: CapsuleId, begun: int, prompt: list[int]) -> None:
         plan = requests.plan
         self.requests = requests
         self.begun = begun
+        self.prompt = prompt
         self._root = root
         self.runner = Runner(
             requests,
@@ -162,7 +168,7 @@ class Run:
             _log.warning("%d capsules of a search are left: no worker answers", len(left) - num)
 
 
-def _drawn(deltas: list[TextDelta]) -> Drawn:
+def _drawn(deltas: list[TextDelta], *, with_ids: bool = False) -> Drawn:
     """A branch that has ended."""
     last = deltas[-1]
     return Drawn(
@@ -171,6 +177,7 @@ def _drawn(deltas: list[TextDelta]) -> Drawn:
         last.capsule,
         last.completion_tokens,
         [max(chance.logprob or 0.0, LOWEST) for delta in deltas for chance in delta.chances],
+        tokens=[token for delta in deltas for token in delta.tokens] if with_ids else (),
     )
 
 
@@ -241,6 +248,7 @@ class SearchHandlers:
         server, result = self._server, run.search.result()
         server.gateway.context.metrics.searched(result.reason, age_s(request))
         size = server.gateway.context.router.config.block_size
+        returns_ids = run.requests.plan.step.return_token_ids
         return SearchAnswer(
             **msgspec.structs.asdict(result),
             object="search",
@@ -249,4 +257,5 @@ class SearchHandlers:
             seed=run.requests.plan.seed,
             blocks=num_blocks(run.search.tree.nodes, run.begun, size),
             spent=run.requests.spent,
+            prompt_token_ids=run.prompt if returns_ids else OMITTED,
         )

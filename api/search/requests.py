@@ -9,9 +9,10 @@ from msgspec import Meta
 from mallee.api.callbacks.callbacks import AllowedUrls
 from mallee.api.jobs import JobMaker
 from mallee.protocol.api.capsules import CapsuleRequest
-from mallee.protocol.api.generate import DrawFields, ForkRequest, StopText
+from mallee.protocol.api.generate import DrawFields, ForkRequest, ReturnIds, StopText
 from mallee.protocol.api.shared import (
     OBJECT,
+    OMITTED,
     STRING,
     AnyRequest,
     Messages,
@@ -71,6 +72,7 @@ class SearchRequest(DrawFields, frozen=True, kw_only=True):
         tuple[StopText, ...],
         Meta(max_length=MAX_ENDS, description="A step with one of these texts ends an answer."),
     ] = ()
+    return_token_ids: ReturnIds = False
     stream: Stream = False
 
 
@@ -83,7 +85,10 @@ class Spent(msgspec.Struct, kw_only=True):
 
 
 class SearchAnswer(SearchResult, frozen=True, kw_only=True):
-    """The tree of a search. `principal`: numbers of nodes from the root to the selected one."""
+    """The tree of a search. `principal`: numbers of nodes from the root to the selected one.
+
+    `prompt_token_ids`: the tokens that it begins with, if ids were asked for.
+    """
 
     object: Literal["search"]
     created: int
@@ -92,6 +97,7 @@ class SearchAnswer(SearchResult, frozen=True, kw_only=True):
     reason: Reason
     blocks: int
     spent: Spent
+    prompt_token_ids: list[int] = OMITTED
 
 
 class UrlScore(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

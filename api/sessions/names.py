@@ -5,7 +5,7 @@ The first place that names one counts, and its parent is read there too:
     body    mallee.session (and mallee.parent_session), then session_id (vLLM, SGLang)
     header  x-dynamo-session-id, x-dynamo-parent-session-id       NVIDIA Dynamo, aiperf
             x-claude-code-session-id, -agent-id, -parent-agent-id  Claude Code
-            thread-id, x-codex-parent-thread-id                   Codex
+            thread-id, x-codex-parent-thread-id                   Codex (of forks, as its metadata say)
             x-session-id, x-parent-session-id                     OpenCode, vLLM, llm-d
             session-id, session_id                                llm-d
             x-session-affinity                                    llm-d, aiperf
@@ -18,6 +18,7 @@ so slashes in a header's are written `%2F`.
 
 from typing import Final, NamedTuple
 
+import msgspec
 from starlette.datastructures import Headers
 
 from mallee.protocol.api.shared import MAX_SESSION, AnyRequest
@@ -36,6 +37,10 @@ class SessionNames(NamedTuple):
 
 
 NO_SESSION: Final = SessionNames()
+
+
+class _CodexTurn(msgspec.Struct):
+    forked_from_thread_id: str = ""
 
 
 class _Kind(NamedTuple):
@@ -89,13 +94,26 @@ def read_session(request: AnyRequest, headers: Headers) -> SessionNames:
         if not session:
             found = (kind.read(headers) for kind in KINDS)
             session, above = next((each for each in found if each[0]), ("", ""))
-            parent = parent or above
+            parent = parent or above or _forked_from(request)
         is_final = is_final or _named(headers, FINAL_HEADER).lower() in _TRUE
     if own.parent_session and not session:
         raise InvalidParameter(
             "mallee.parent_session", parent, "name the session too, as mallee.session"
         )
     return SessionNames(session, parent if parent != session else "", bool(session) and is_final)
+
+
+def _forked_from(request: AnyRequest) -> str:
+    """The thread that a Codex thread was forked from, as the metadata in its body say; "" if none was."""
+    told = getattr(request, "client_metadata", None)
+    turn = told.get("x-codex-turn-metadata") if isinstance(told, dict) else None
+    try:
+        found = (
+            msgspec.json.decode(turn, type=_CodexTurn) if isinstance(turn, str) else _CodexTurn()
+        )
+    except msgspec.DecodeError:
+        return ""
+    return _checked(found.forked_from_thread_id)
 
 
 def check_session(name: str, param: str) -> None:

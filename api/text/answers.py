@@ -7,15 +7,17 @@ from typing import Final, Literal, NamedTuple
 
 from mallee.api.text.conversation import Function
 from mallee.api.text.tokenizer import overlap
+from mallee.api.text.tools.harmony import ANALYSIS, START, Harmony
 from mallee.api.text.tools.parser import CallParser, Piece, ToolFormat
-from mallee.api.text.tools.source import Call, joined_calls
+from mallee.api.text.tools.source import Call, Prose, joined_calls
 
 
 class Thinking(NamedTuple):
-    """The marks around a model's reasoning."""
+    """The marks around a model's reasoning; `form`: it is read as a block of that, as calls are."""
 
     open: str
     close: str
+    form: ToolFormat | None = None
 
     def is_open_in(self, prompt_end: str) -> bool:
         """Whether a prompt ends inside of the reasoning."""
@@ -23,17 +25,23 @@ class Thinking(NamedTuple):
 
     def is_closed_in(self, prompt_end: str) -> bool:
         """Whether a prompt ends behind it, so that none is written."""
-        return prompt_end.rstrip().endswith(self.close)
+        close = self.close if self.form is None else self.form.head
+        return prompt_end.rstrip().endswith(close)
 
 
 THINKING: Final = MappingProxyType(
-    {"think": Thinking("<think>", "</think>"), "mistral": Thinking("[THINK]", "[/THINK]")}
+    {
+        "think": Thinking("<think>", "</think>"),
+        "mistral": Thinking("[THINK]", "[/THINK]"),
+        "harmony": Thinking(ANALYSIS, f"<|end|>{START}assistant", Harmony()),
+    }
 )
 
 
 def thinking_of(template: str) -> str | None:
     """The name of the marks that a chat template knows; None if it knows none."""
-    return next((name for name, marks in THINKING.items() if marks.close in template), None)
+    marks = ((name, each.open if each.form else each.close) for name, each in THINKING.items())
+    return next((name for name, mark in marks if mark in template), None)
 
 
 class Parsed(NamedTuple):
@@ -57,12 +65,19 @@ class Reading:
     form: ToolFormat | None = None
     functions: Mapping[str, Function] = field(default_factory=dict)
     is_forced: bool = False  # the client named the one function that is called
+    begun: str = ""  # the head of a message of `form` that the prompt ends with
 
     @property
     def marks(self) -> tuple[str, ...]:
         """Special tokens that the text must show."""
         of_calls = self.form.marks if self.form is not None else ()
-        return (*of_calls, *(self.thinking or ()))
+        return (*of_calls, *(self.thinking[:2] if self.thinking else ()))
+
+    @property
+    def thinks_first(self) -> bool:
+        """Whether an answer can't begin with its text."""
+        is_block = self.thinking is not None and self.thinking.form is not None
+        return self.is_open or (is_block and not self.begun)
 
     def parser(self) -> "AnswerParser":
         """A fresh one, for one answer."""
@@ -77,12 +92,14 @@ class AnswerParser:
     def __init__(self, reading: Reading) -> None:
         self._thinking = reading.thinking
         self._state: Literal["before", "inside", "after", "text"] = "text"
-        if reading.thinking is not None:
+        if reading.thinking is not None and reading.thinking.form is None:
             self._state = "inside" if reading.is_open else "before"
         self._held = ""
         self._is_begun = False  # reasoning was given out
         form = reading.form
         self._calls = CallParser(form, reading.functions) if form is not None else None
+        if self._calls is not None:
+            self._calls.feed(reading.begun)
 
     @property
     def is_in_call(self) -> bool:
@@ -102,7 +119,7 @@ class AnswerParser:
         text, reasoning = self._split(text, is_last=is_last)
         if not text or self._calls is None:
             return Parsed(text, reasoning)
-        return _sorted(self._calls.feed(text))._replace(reasoning=reasoning)
+        return Parsed(reasoning=reasoning).plus(_sorted(self._calls.feed(text)))
 
     def _split(self, text: str, *, is_last: bool) -> tuple[str, str]:
         """(text of the answer itself, reasoning)."""
@@ -149,4 +166,5 @@ class AnswerParser:
 def _sorted(pieces: list[Piece]) -> Parsed:
     texts = [piece for piece in pieces if isinstance(piece, str)]
     calls = joined_calls(piece for piece in pieces if isinstance(piece, Call))
-    return Parsed("".join(texts), "", calls)
+    reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Prose))
+    return Parsed("".join(texts), reasoning, calls)

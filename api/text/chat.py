@@ -75,6 +75,12 @@ class Source:
         shown: dict[str, Any] = {"role": role, "content": message.text}
         if message.reasoning:
             shown["reasoning_content"] = message.reasoning
+            if "message.thinking" in self.text:
+                shown["thinking"] = message.reasoning
+                if (
+                    message.tool_calls and message.text
+                ):  # gpt-oss' takes one of the two beside a call
+                    shown |= {"thinking": f"{message.reasoning}\n\n{message.text}", "content": ""}
         if message.tool_calls:
             if not message.text and self.tests_none:
                 shown["content"] = None
@@ -314,7 +320,7 @@ class ChatTemplate:
 
     def _render(self, source: Source, conversation: Conversation, add_prompt: bool) -> str:
         messages = [source.message(each) for each in conversation.messages]
-        variables = {**conversation.variables, "tools": shown_functions(conversation)}
+        variables = {**conversation.variables, "tools": shown_functions(source, conversation)}
         return self._filled(source, messages, add_prompt, variables)
 
     def _filled(
@@ -359,14 +365,15 @@ def _call(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def shown_functions(conversation: Conversation) -> list[dict[str, Any]] | None:
-    """The functions as templates get them; None without any."""
-    return [_function(each) for each in conversation.functions] or None
+def shown_functions(source: Source, conversation: Conversation) -> list[dict[str, Any]] | None:
+    """The functions as `source` gets them; None without any."""
+    is_described = "+ tool.description" in source.text  # by gpt-oss', also where there is none
+    return [_function(each, is_described) for each in conversation.functions] or None
 
 
-def _function(function: Function) -> dict[str, Any]:
+def _function(function: Function, is_described: bool) -> dict[str, Any]:
     shown: dict[str, Any] = {"name": function.name}
-    if function.description:
+    if function.description or is_described:
         shown["description"] = function.description
     shown["parameters"] = function.parameters or {"type": "object", "properties": {}}
     return {"type": "function", "function": shown}

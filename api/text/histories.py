@@ -158,7 +158,7 @@ class Histories:
             return None
         shown = [] if known is None else known.shown[:num_same]
         shown += map(source.message, hidden.messages)
-        functions = shown_functions(hidden) if known is None else known.functions
+        functions = shown_functions(source, hidden) if known is None else known.functions
         cuts = [] if known is None else known.cuts
         rendered = self._chat.render_on(
             source,

@@ -21,7 +21,7 @@ _ESCAPE: Final = re.compile(
     r"\\u([0-9a-f]{4})"
 )  # of a character, in JSON as templates may write it
 # Templates look for them in the texts of assistants, which come back as the model wrote them.
-_OWN: Final = frozenset(mark for marks in THINKING.values() for mark in marks)
+_OWN: Final = frozenset(mark for marks in THINKING.values() for mark in marks[:2])
 
 
 class Marks(NamedTuple):

@@ -133,4 +133,5 @@ def _drawn(branch: BranchState) -> Drawn:
         len(chances) if num is None else num,
         chances,
         branch.logprobs.get("top_logprobs", []),
+        branch.token_ids,
     )

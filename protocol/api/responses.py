@@ -177,6 +177,9 @@ class ResponseRequest(AnyRequest, frozen=True, kw_only=True):
     chat_template_kwargs: TemplateVariables = None
     thinking_token_budget: ReasoningTokens = None
     return_token_ids: ReturnIds = False
+    client_metadata: Annotated[
+        Any, shape("Codex's: the session that a fork's is below.", **OBJECT)
+    ] = None
 
 
 class ConversationRequest(AnyBody, frozen=True, kw_only=True):

@@ -437,6 +437,7 @@ def make_app(
     *,
     aliases: tuple[str, ...] = (),
     num_gateways: int = NUM_GATEWAYS,
+    template: str = PLAIN_CHAT,
 ) -> Any:
     """The API of a service; over several, of any of its gateways."""
     seeds = iter(range(1000, 1_000_000))
@@ -444,7 +445,7 @@ def make_app(
     def made(gateway: Any) -> Starlette:
         return build_api(
             gateway,
-            ServedModel(MODEL, tokenizer, ChatTemplate(PLAIN_CHAT), CREATED, aliases),
+            ServedModel(MODEL, tokenizer, ChatTemplate(template), CREATED, aliases),
             Entry(access or Access(None, {}), SCOPES),
             ApiSettings(limits, chats),
             Draws(lambda: "err_1", lambda: next(seeds)),

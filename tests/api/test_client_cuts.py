@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mallee.client import AsyncMallee, ConnectionFailed, Mallee, StreamBroken
+from mallee.client import AsyncMallee, ConnectionFailed, Mallee, StreamBroken, calls
 from mallee.protocol.errors import UnknownRequest
 from support.waiting import until
 
@@ -120,6 +120,40 @@ async def test_one_branch_is_pruned_and_a_request_tells_its_course(live: Any) ->
         del live.service.prune, live.service.life
         with pytest.raises(UnknownRequest):
             await client.request("req_7")
+
+
+@pytest.mark.parametrize("repeats", [True, False])
+async def test_closing_an_answer_that_was_cut_closes_no_other_s_connection(
+    live: Any, cutter: Cutter, repeats: bool
+) -> None:
+    """I17, part: neither that on which it was fetched again, which another answer has now, nor a new one."""
+    goes_on, plain = asyncio.Event(), live.service.plain
+
+    async def script(stream: Any) -> AsyncIterator[Any]:
+        deltas = [delta async for delta in plain(stream)]
+        for number, delta in enumerate(deltas):
+            if number == 4 and len(live.service.streams) == 2:
+                await goes_on.wait()
+            yield delta
+
+    live.service.script = script
+    cutter.after = [300]
+    asked = calls.generate("abc", None, {"n": 3})
+    async with AsyncMallee(cutter.url) as client:
+        cut = client._open(asked.keyed() if repeats else asked)
+        if repeats:
+            assert [each.text for each in await cut] == ["hello 0", "hello 1", "hello 2"]
+        else:
+            with pytest.raises(StreamBroken):
+                await cut
+        async with client.stream("abc", n=2) as other:
+            events = other.events()
+            await anext(events)
+            await until(lambda: cutter.num_open == 1)
+            await cut.close()
+            goes_on.set()
+            assert [each.text for each in await other] == ["hello 0", "hello 1"]
+    assert len(live.service.streams) == 2, "nothing was asked again"
 
 
 async def test_closing_the_client_ends_its_streams(live: Any) -> None:

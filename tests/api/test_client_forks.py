@@ -11,8 +11,11 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
+from starlette.datastructures import Headers
 
+from mallee.api.sessions.names import read_session
 from mallee.api.text.families import FOLDER as TEMPLATES
+from mallee.protocol.api.responses import ResponseRequest
 from support.mock_scene import TEXT, make_folder, mock_config
 from support.mock_stack import mock_stack
 from support.tokenizers_made import byte_level
@@ -125,6 +128,15 @@ async def test_a_clients_fork_computes_its_new_tokens_alone(client: str, tmp_pat
     assert first.num_cached == 0
     assert second.num_cached == (first.num_prompt + first.num_drawn) // BLOCK * BLOCK
     assert fork.num_cached == (second.num_prompt + second.num_drawn) // BLOCK * BLOCK
+
+
+def test_codex_names_the_thread_of_its_fork_in_its_metadata() -> None:
+    """F31, part: the recorded fork's session is below that of its session."""
+    found = []
+    for asked in requests_of("codex"):
+        body = ResponseRequest(client_metadata=asked["body"]["client_metadata"])
+        found.append(read_session(body, Headers(asked["headers"])))
+    assert found == [("id-1", "", False), ("id-1", "", False), ("id-7", "id-1", False)]
 
 
 async def test_opencodes_run_with_fork_has_a_tool_more_and_shares_less(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ async def test_a_fresh_process_goes_on_and_one_that_is_killed_leaves_no_file(
         async with AsyncMallee(url) as client:
             made = await client.import_capsule(path)
             assert made.data.imported is not None
-            assert made.data.imported["fetched_tokens"] == made.tokens - 1
+            assert made.data.imported.fetched_tokens == made.tokens - 1
             (gone_on,) = await made.restore().wait()
             assert begun + gone_on.text == whole
         host, port = url.removeprefix("http://").split(":")

@@ -150,7 +150,7 @@ def test_required_calls_conform_to_their_schema(form: str, model: Model) -> None
         names |= {call.name for call in found.calls}
         most = max(most, len(found.calls))
     assert names == set(FUNCTIONS)
-    assert (most > 1) == (form != "llama3_json")
+    assert (most > 1) == (form not in ("llama3_json", "harmony"))
 
 
 @pytest.mark.slow
@@ -188,13 +188,16 @@ def test_strict_functions_bind_calls_and_leave_text_free(form: str, model: Model
     call = model.write(must, 1)
     assert read(form, call).calls
     assert accepts(model, auto, call)
-    assert accepts(model, auto, "The weather is fine. [1] (2) a < b")
-    assert accepts(model, auto, "")
-    assert not accepts(model, must, "The weather is fine.")
+    head = FORMATS[form].head
+    assert accepts(model, auto, head + "The weather is fine. [1] (2) a < b")
+    assert accepts(model, auto, head)
+    assert not accepts(model, must, head + "The weather is fine.")
     wrong = call.replace("days", "dayz")
     assert wrong != call
     assert not accepts(model, auto, wrong)
-    if FORMATS[form].opens:
+    if head:
+        assert not accepts(model, auto, "The weather is fine.")
+    elif FORMATS[form].opens:
         assert accepts(model, auto, "Well. " + call)
         assert not accepts(model, auto, "Well. " + wrong)
 
@@ -202,14 +205,15 @@ def test_strict_functions_bind_calls_and_leave_text_free(form: str, model: Model
 @pytest.mark.slow
 def test_reasoning_may_come_first(form: str, model: Model) -> None:
     """I17: a model that reasons does so before the call that it must make."""
-    thinking = THINKING["think"]
+    thinking = THINKING["harmony" if form == "harmony" else "think"]
     call = model.write(grammar_of(form, model), 1)
     closed = grammar_of(form, model, thinking=thinking)
+    close = thinking.close + ("" if thinking.form else "\n\n")
     assert accepts(model, closed, call)
-    assert accepts(model, closed, "<think>\nhm {\n</think>\n\n" + call)
-    assert not accepts(model, closed, "hm</think>" + call)
+    assert accepts(model, closed, f"{thinking.open}\nhm {{\n{close}{call}")
+    assert not accepts(model, closed, f"hm{close}{call}")
     opened = grammar_of(form, model, thinking=thinking, is_open=True)
-    assert accepts(model, opened, "\nhm\n</think>\n\n" + call)
+    assert accepts(model, opened, f"\nhm\n{close}{call}")
     assert not accepts(model, opened, call)
 
 
@@ -227,7 +231,8 @@ FORMS = {
 @pytest.mark.parametrize("name", THINKING)
 def test_a_form_follows_the_reasoning(kind: str, name: str, tmp_path: Path) -> None:
     """I16, part, I17, part: of marks that are tokens or not, opened by the prompt or not."""
-    model, thinking = Model(tmp_path, "hermes"), THINKING[name]
+    model, thinking = Model(tmp_path, "harmony"), THINKING[name]
+    head = thinking.form.head if thinking.form else ""
     grammar, good, bad = FORMS[kind]
     for is_open in (True, False):
         form = thought_form(
@@ -238,11 +243,12 @@ def test_a_form_follows_the_reasoning(kind: str, name: str, tmp_path: Path) -> N
         ).grammar
         assert form is not None
         opening = "" if is_open else thinking.open
-        thought = f"{opening}\nhm {bad} {good[:1]}\n{thinking.close}\n\n"
+        gap = "" if thinking.form else "\n\n"
+        thought = f"{opening}\nhm {bad} {good[:1]}\n{thinking.close}{gap}{head}"
         assert accepts(model, form, thought + good)
         assert not accepts(model, form, thought + bad)
         assert not accepts(model, form, thought)
-        assert accepts(model, form, good) != is_open
+        assert accepts(model, form, head + good) != is_open
 
 
 def test_calls_beside_a_form_of_text(form: str, model: Model) -> None:
@@ -251,8 +257,8 @@ def test_calls_beside_a_form_of_text(form: str, model: Model) -> None:
     call = model.write(grammar_of(form, model), 1)
     both = grammar_of(form, model, "auto", output=output)
     assert accepts(model, both, call)
-    assert accepts(model, both, "42")
-    assert not accepts(model, both, "text")
+    assert accepts(model, both, FORMATS[form].head + "42")
+    assert not accepts(model, both, FORMATS[form].head + "text")
     other = OutputFormat(Grammar("regex", "a+"), "guided_regex")
     with pytest.raises(InvalidParameter, match="guided_regex"):
         grammar_of(form, model, "auto", output=other)

@@ -1,9 +1,11 @@
 """Token ids of prompts and answers, log-probabilities beside them, echoes of prompts, over a real model."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from bench.doubles.random_model import random_model
 from mallee.api.text.chat import ChatTemplate
 from mallee.client import AsyncMallee
+from mallee.search.policies.mcts import Mcts
 from support.live_fleet import lose
 from support.tiny_fleet import chunks_of, post, tiny_api
 
@@ -222,6 +225,104 @@ async def test_the_client_has_ids_and_versions(call: Any) -> None:
         told = (await post(client, "/v1/responses", **turn))["mallee"]
         assert told["prompt_token_ids"][: told["cached_tokens"]] is not None
         assert len(told["prompt_token_ids"]) > 20
+
+
+async def test_nodes_of_a_search_have_the_ids_of_their_states(call: Any) -> None:
+    """X26, part: each capsule's tokens are the prompt's and those of its path; at the gateway and the SDK."""
+    settings = {"tokenizer": call.tokenizer}
+    policy = Mcts(expansions=6, width=3, depth=4, step_tokens=5)
+    prompt = call.tokenizer.encode(PROMPT, add_special_tokens=True)
+    more: dict[str, Any] = {"seed": 7, "temperature": 1.0, "logit_bias": {str(EOS): 4.0}}
+    async with tiny_api(MODEL, 1, settings=settings) as (client, _):
+        asked = {"prompt": PROMPT, "policy": msgspec.to_builtins(policy), **more}
+        bare = await post(client, "/v1/search", **asked)
+        assert not {"prompt_token_ids", "token_ids"} & {*bare, *bare["nodes"][1]}
+        found = await post(client, "/v1/search", **asked, return_token_ids=True)
+        nodes = found["nodes"]
+        assert [n["text"] for n in nodes] == [n["text"] for n in bare["nodes"]]
+        assert [n["score"] for n in nodes] == pytest.approx([n["score"] for n in bare["nodes"]])
+        assert found["prompt_token_ids"] == prompt
+        assert "token_ids" not in nodes[0]
+        ids, kinds = {0: prompt}, set()
+        for node in nodes[1:]:
+            new, chances = node["token_ids"], node["token_logprobs"]
+            assert len(new) == len(chances) == node["tokens"]
+            assert sum(chances) == pytest.approx(node["logprob"])
+            kinds.add(new[-1] == EOS)
+            ids[node["number"]] = ids[node["parent"]] + [each for each in new if each != EOS]
+            told = await client.get(f"/v1/capsules/{node['capsule']}/text?return_token_ids=true")
+            assert told.json()["token_ids"] == ids[node["number"]]
+        assert kinds == {True, False}
+        capsule = nodes[1]["capsule"]
+        again = {**asked, "prompt": None, "capsule": capsule, "return_token_ids": True}
+        assert (await post(client, "/v1/search", **again))["prompt_token_ids"] == ids[1]
+        async with AsyncMallee(str(client.base_url)) as mallee:
+            here = await mallee.search(policy, PROMPT, **more, return_token_ids=True)
+        assert [n.token_ids for n in here.nodes[1:]] == [tuple(n["token_ids"]) for n in nodes[1:]]
+
+
+async def test_a_response_s_stream_has_ids_as_they_come(call: Any) -> None:
+    """X26, part: of all events together they are the whole answer's, with their log-probabilities."""
+    settings = {"tokenizer": call.tokenizer, "chat": CHATS}
+    body = {"input": "hé", "max_output_tokens": 24, "store": False, "stream": True}
+    body["include"] = ["message.output_text.logprobs"]
+    kinds = set()
+    async with tiny_api(MODEL, 1, settings=settings) as (client, _):
+        for seed in (14, 15, 16):
+            asked = {**body, "seed": seed, "return_token_ids": True}
+            events = await events_of(client, **asked)
+            told = events[-1]["response"]["mallee"]
+            assert events[0]["type"] == "response.created"
+            assert events[0]["prompt_token_ids"] == told["prompt_token_ids"]
+            parts = [event for event in events if "token_ids" in event]
+            for name in ("token_ids", "token_logprobs"):
+                assert [each for part in parts for each in part[name]] == told[name]
+            assert len(told["token_logprobs"]) == len(told["token_ids"])
+            assert len(parts) > 1
+            usage = events[-1]["response"]["usage"]
+            assert usage["output_tokens"] == len(told["token_ids"])
+            kinds.add(told["token_ids"][-1] == EOS)
+            texts = [e["delta"] for e in events if e["type"] == "response.output_text.delta"]
+            assert "".join(texts) == call.tokenizer.detokenizer().push(
+                told["token_ids"], is_last=True
+            )
+        bare = await events_of(client, **body)
+        assert not any({"token_ids", "prompt_token_ids"} & event.keys() for event in bare)
+    assert kinds == {True, False}
+
+
+async def events_of(client: httpx.AsyncClient, **body: Any) -> list[Any]:
+    response = await client.post("/v1/responses", json=body)
+    assert response.status_code == 200, response.text
+    return [json.loads(line[6:]) for line in response.text.splitlines() if line[:5] == "data:"]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_usage_counts_the_token_that_ended_an_answer(call: Any, path: str) -> None:
+    """X26, part: as vLLM's and OpenAI's: all tokens that were drawn, those that have log-probabilities."""
+    asked: dict[str, Any] = {"prompt": "x"} if path == COMPLETIONS else {}
+    asked |= {"messages": [{"role": "user", "content": "x"}]} if path == CHAT else {}
+    asked |= {**SAMPLED, "n": 4, "logprobs": path == CHAT or 0}
+    settings = {"tokenizer": call.tokenizer, "chat": CHATS}
+    async with tiny_api(MODEL, 1, settings=settings) as (client, fleet):
+        answer = await post(client, path, **asked)
+        nums = []
+        for choice in answer["choices"]:
+            own = choice["logprobs"]
+            nums.append(len(own["content" if path == CHAT else "tokens"]))
+            assert choice["mallee"]["completion_tokens"] == nums[-1]
+            text = choice["text"] if path == COMPLETIONS else choice["message"]["content"]
+            has_end = choice["finish_reason"] == "stop"
+            assert len(text.encode()) <= 3 * (nums[-1] - has_end)
+        assert {c["finish_reason"] for c in answer["choices"]} == {"stop", "length"}
+        assert answer["usage"]["completion_tokens"] == sum(nums)
+        engine = next(iter(fleet.engines.values()))
+        assert engine.stats().num_output_tokens == sum(nums)
+        chunks = await streamed(client, path, **asked, stream_options={"include_usage": True})
+        assert chunks[-1]["usage"]["completion_tokens"] == sum(nums)
+        banned = await post(client, path, **{**asked, "stop_token_ids": [*range(256)]})
+        assert banned["usage"]["completion_tokens"] == 4
+        assert all(c["finish_reason"] == "stop" for c in banned["choices"])
 
 
 def plain(tokens: Sequence[int]) -> torch.Tensor:

@@ -176,6 +176,19 @@ def deepseek(rng: random.Random, calls: list[tuple[str, Any]]) -> str:
     return f"<｜tool▁calls▁begin｜>{rng.choice(['', chr(10)]).join(parts)}<｜tool▁calls▁end｜>"
 
 
+def harmony(rng: random.Random, calls: list[tuple[str, Any]]) -> str:
+    """The recipient before the channel or behind it, after reasoning and a second message of it or not."""
+    parts = []
+    for name, given in calls:
+        thought = "<|channel|>analysis<|message|>Need {it}.<|end|>"
+        parts += [thought, "<|start|>assistant" + thought][: rng.randrange(3)]
+        heads = ("assistant{}<|channel|>commentary json", "assistant<|channel|>commentary{}")
+        head = rng.choice([*heads, heads[1] + rng.choice(["", " "]) + "<|constrain|>json"])
+        head = head.format(f" to=functions.{name}")
+        parts.append(f"<|start|>{head}<|message|>{written_json(rng, given)}<|call|>")
+    return "".join(parts)
+
+
 def gemma(rng: random.Random, calls: list[tuple[str, Any]]) -> str:
     def python(name: str, given: Any) -> str:
         return f"{name}({', '.join(f'{k}={v!r}' for k, v in given.items())})"
@@ -198,6 +211,7 @@ WRITERS: Final[Mapping[str, Callable[[random.Random, list[tuple[str, Any]]], str
     "minimax_m2": minimax,
     "deepseek_v32": dsml,
     "kimi_k2": kimi,
+    "harmony": harmony,
 }
 # Marks with which no plain text of a family may begin, and no string of a call may have.
 BROKEN: Final = {
@@ -212,6 +226,11 @@ BROKEN: Final = {
     "kimi_k2": [
         "<|tool_call_begin|>functions.unknown:0<|tool_call_argument_begin|>{}<|tool_call_end|>",
         "<|tool_calls_section_begin|><|tool_call_begin|>x",
+    ],
+    "harmony": [
+        "<|channel|>commentary to=functions.unknown <|constrain|>json<|message|>{}<|call|>",
+        "<|start|>assistant<|channel|>commentary to=functions.search <|message|>none<|call|>",
+        "<|channel|>fin",
     ],
     "gemma": ['```json\n{"a": 1}\n```', "```json\n[1, 2]\n```", "```tool_code\nimport os\n```"],
 }

@@ -4,6 +4,7 @@ from types import MappingProxyType
 from typing import Final
 
 from mallee.api.text.tools.gemma import Gemma
+from mallee.api.text.tools.harmony import CHANNEL, Harmony
 from mallee.api.text.tools.hermes import Hermes
 from mallee.api.text.tools.llama import Llama
 from mallee.api.text.tools.mistral import ARGUMENTS, Mistral
@@ -27,6 +28,7 @@ FORMATS: Final = MappingProxyType[str, ToolFormat](
         "glm47": Tagged(GLM47),
         "kimi_k2": Sections(KIMI),
         "minimax_m2": Tagged(MINIMAX),
+        "harmony": Harmony(),
     }
 )
 
@@ -47,6 +49,8 @@ def format_of(template: str) -> str | None:
         return "glm45" if "</arg_key>\n" in template else "glm47"
     if "<tool_call>" in template:
         return "qwen3_coder" if "<function=" in template else "hermes"
+    if CHANNEL in template:
+        return "harmony"
     if "<start_of_turn>" in template:
         return "gemma"
     if "<|start_header_id|>" in template and "parameters" in template:

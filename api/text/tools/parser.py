@@ -10,9 +10,9 @@ from typing import Final, TypeAlias
 
 from mallee.api.text.tokenizer import overlap
 from mallee.api.text.tools.lark import Lark
-from mallee.api.text.tools.source import Block, Call, Functions, Source
+from mallee.api.text.tools.source import Block, Call, Functions, Prose, Source
 
-Piece: TypeAlias = str | Call
+Piece: TypeAlias = str | Call | Prose
 
 # Blocks without a call in one answer, after which all is text: each may have been read to the answer's end.
 MAX_FAILED: Final = 64
@@ -23,13 +23,15 @@ class ToolFormat(ABC):
 
     With one of `opens` a block begins anywhere, with one of `starts` only at the answer's beginning, or after
     another. `marks`: texts of blocks that are special tokens of some tokenizers, and have to be shown.
-    `has_short_ids`: templates want ids of calls of nine letters and digits.
+    `has_short_ids`: templates want ids of calls of nine letters and digits. `head` stands before the text of
+    an answer without calls.
     """
 
     opens: tuple[str, ...] = ()
     starts: tuple[str, ...] = ()
     marks: tuple[str, ...] = ()
     has_short_ids = False
+    head = ""
 
     @abstractmethod
     def block(self, source: Source, functions: Functions) -> Block:
@@ -44,8 +46,8 @@ class CallParser:
     """The text of one answer, apart. Its pieces don't depend on how the text was split."""
 
     __slots__ = (
-        *("_block", "_format", "_functions", "_has_text", "_held", "_is_fresh", "_is_over"),
-        *("_num_calls", "_num_failed", "_opened", "_opening", "_source", "_space"),
+        *("_block", "_format", "_functions", "_has_text", "_has_thought", "_held", "_is_fresh"),
+        *("_is_over", "_num_calls", "_num_failed", "_opened", "_opening", "_source", "_space"),
     )
 
     def __init__(self, form: ToolFormat, functions: Functions) -> None:
@@ -56,7 +58,7 @@ class CallParser:
         self._held = ""  # text outside of blocks that isn't given out
         self._space = ""  # white space before it, which may be beside a call
         self._is_fresh = True  # only white space since the beginning or the last block
-        self._has_text = False
+        self._has_text = self._has_thought = False
         self._num_calls = 0
         self._num_failed = 0
         self._is_over = False
@@ -104,10 +106,24 @@ class CallParser:
             if call is None:
                 assert not self._is_over, "a block waits for more than the whole text"
                 return False
-            pieces.append(call)
-            self._num_calls += bool(call.name)
+            if isinstance(call, Prose):
+                self._add(call, pieces)
+            else:
+                pieces.append(call)
+                self._num_calls += bool(call.name)
             self._space, self._opened = "", ""
             source.text, source.pos = source.text[source.pos :], 0
+
+    def _add(self, prose: Prose, pieces: list[Piece]) -> None:
+        """More of a message, which begins with an empty part; an empty line stands before a second one."""
+        text, is_thought = prose
+        if self._opened and (self._has_thought if is_thought else self._has_text):
+            text = "\n\n"
+        elif text and is_thought:
+            self._has_thought = True
+        elif text:
+            self._has_text = True
+        pieces.append(Prose(text, is_thought=True) if is_thought else text)
 
     def _leave(self, pieces: list[Piece], *, is_sound: bool) -> bool:
         """The end of a block; of one without a call the mark is text, and what follows it is looked at."""

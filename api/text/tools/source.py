@@ -14,6 +14,7 @@ from collections.abc import Generator, Iterable, Mapping
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 from mallee.api.text.conversation import MAX_LEVELS, Function, is_deeper
+from mallee.api.text.tokenizer import overlap
 
 T = TypeVar("T")
 
@@ -29,10 +30,17 @@ class Call(NamedTuple):
     own_id: str = ""
 
 
+class Prose(NamedTuple):
+    """A part of a message that a form writes as a block too: reasoning, or text."""
+
+    text: str
+    is_thought: bool
+
+
 Wait: TypeAlias = Generator[None, None, T]
 """A step that waits for text, and its result."""
-Block: TypeAlias = Generator[Call | None, None, bool]
-"""The calls of a block in parts; whether it came to its end. If not, what follows the last part is text."""
+Block: TypeAlias = Generator[Call | Prose | None, None, bool]
+"""The calls of a block in parts, or its prose; whether it came to its end. If not, what follows is text."""
 Functions: TypeAlias = Mapping[str, Function]
 
 _STRUCTURE: Final = re.compile(r"""["'\\(){}\[\]]""")
@@ -86,6 +94,22 @@ class Source:
             yield
         self.pos = at
         return self.text[begin:at]
+
+    def prose(self, *ends: str, is_thought: bool) -> "Block":
+        """The text up to the first of `ends` as it comes, at least one part; the end is left standing."""
+        pattern = re.compile("|".join(map(re.escape, ends)))
+        yield Prose("", is_thought)
+        while True:
+            found = pattern.search(self.text, self.pos)
+            end = found.start() if found else len(self.text)
+            if not found and not self.is_over:
+                end -= max(overlap(self.text[self.pos :], mark) for mark in ends)
+            text, self.pos = self.text[self.pos : end], end
+            if text:
+                yield Prose(text, is_thought)
+            if found or self.is_over:
+                return True
+            yield None
 
     def bracketed(self, quotes: str = '"', opened: str = "") -> Wait[str | None]:
         """The text from the bracket here to the one that closes it, strings passed over; else None.

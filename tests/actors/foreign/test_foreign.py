@@ -71,6 +71,13 @@ async def test_a_stop_token_ends_an_answer_and_is_no_part_of_it() -> None:
         body = await complete(client, prompt=PROMPT, stop_token_ids=[want[at]])
         assert body["choices"][0]["text"] == text_of(want[:at])
         assert body["choices"][0]["finish_reason"] == "stop"
+        # As of our own engine it counts, and has a log-probability.
+        told = {"stop_token_ids": [want[at]], "return_token_ids": True, "logprobs": 0}
+        body = await complete(client, prompt=PROMPT, **told)
+        (choice,) = body["choices"]
+        assert choice["token_ids"] == want[: at + 1]
+        assert body["usage"]["completion_tokens"] == at + 1
+        assert len(choice["logprobs"]["tokens"]) == at + 1
         assert body["choices"][0]["mallee"]["boundary"] == len(PROMPT) + at
 
 

@@ -16,6 +16,7 @@ from mallee.api.text.chat import ChatTemplate
 from mallee.api.text.families import FAMILIES
 from mallee.cli.main import cli
 from mallee.client import AsyncMallee, Mallee, NotFound, Session, UnknownCapsule
+from mallee.protocol.api.responses import ResponseRequest
 from mallee.protocol.api.shared import MAX_SESSION, AnyRequest, Extras
 from mallee.protocol.errors import InvalidParameter
 from support.any_gateway import one_gateway
@@ -498,6 +499,29 @@ def test_each_client_s_headers_name_its_session(
 ) -> None:
     """F31, part: the sessions of agents, as their clients name them."""
     assert read(headers) == (session, parent, False)
+
+
+@pytest.mark.parametrize(
+    ("turn", "parent"),
+    [
+        ('{"thread_id": "t", "forked_from_thread_id": "s"}', "s"),
+        ('{"thread_id": "t", "forked_from_thread_id": "t"}', ""),
+        ('{"thread_id": "t"}', ""),
+        ('{"forked_from_thread_id": 7}', ""),
+        ('{"forked_from_thread_id": "a/b"}', ""),
+        ("{", ""),
+        (7, ""),
+    ],
+)
+def test_a_fork_of_codex_is_below_the_thread_that_it_was_forked_from(
+    turn: Any, parent: str
+) -> None:
+    """F31, part: as its body says; an agent's parent counts first, and without a thread there is none."""
+    told = ResponseRequest(client_metadata={"x-codex-turn-metadata": turn})
+    assert read({"thread-id": "t"}, told) == ("t", parent, False)
+    agent = {"thread-id": "t", "x-codex-parent-thread-id": "u"}
+    assert read(agent, told) == ("t", "u", False)
+    assert read({}, told) == ("", "", False)
 
 
 def test_slashes_of_a_header_are_written_as_in_a_path() -> None:
