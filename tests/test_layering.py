@@ -69,6 +69,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("build",),
         ("mock", "front"),
         ("foreign",),
+        ("checks",),
         ("app",),
         ("local",),
     ),
