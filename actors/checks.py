@@ -39,7 +39,7 @@ def looks(config: AppConfig) -> Iterator[Callable[[], object]]:
     yield partial(check_links, config)
     yield check_exporters
     for role in get_args(BusRole) if config.nats_url is not None else ():
-        yield operators_broker(config, role).options
+        yield partial(_check_broker, config, role)
     if config.is_mocked:
         from mallee.actors.mock.fleet import timing_of
 
@@ -73,6 +73,11 @@ def shortages(config: AppConfig, *, counts_gpus: bool = True) -> Iterator[str]:
                 f"{workers} workers ask for {workers * asked:g} {what} ({keys}), and this machine has"
                 f" {there:g}: give less, fewer workers, or nats_url and more nodes"
             )
+
+
+def _check_broker(config: AppConfig, role: BusRole) -> None:
+    """Raises ConfigError if a file for the way to the broker can't be read."""
+    operators_broker(config, role).options()
 
 
 def _check_folder(key: str, folder: str) -> None:

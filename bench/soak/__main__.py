@@ -25,6 +25,7 @@ from bench.failover.streams import MODEL
 from bench.soak import left, logs, scrapes
 from bench.soak.clients import Clients
 from bench.soak.faults import Chaos
+from bench.soak.keys import PER_MINUTE
 from bench.soak.plain import Plain
 from bench.soak.scrapes import Scraper
 from mallee.runtime.config import AppConfig
@@ -109,6 +110,10 @@ async def observed(
     """The faults of metrics and logs, of a service at rest, and figures of them."""
     busy = scrapes.busy(await scraper.scrape())
     await scraper.close()
+    counts, jumps = clients.ledger.counts, sum(each.name == "clock jump" for each in chaos.past)
+    most = PER_MINUTE * (chaos.minutes + 2 + jumps)  # a clock that jumps is a minute more
+    if (served := counts["limited: 200"]) > most:
+        busy.append(f"{served} requests of the limited key were served, of at most {most:g}")
     files = [child.log for child in plain.children]
     told = logs.read(files, clients.asked, plain.keys.secrets, chaos.unlogged)
     figures = {

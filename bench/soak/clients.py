@@ -179,7 +179,7 @@ class Clients:
         weights, calls = [w for w, _ in flows], [call for _, call in flows]
         while not self._is_over:
             (flow,) = rng.choices(calls, weights)
-            await flow(rng, rng.randrange(len(self._http)))
+            await flow(rng, rng.randrange(len(self._service.urls)))
             await asyncio.sleep(rng.random() * 0.1)
 
     async def _one(self, rng: random.Random, gateway: int) -> None:

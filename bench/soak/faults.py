@@ -60,6 +60,11 @@ class Chaos:
     def urls(self) -> list[str]:
         return self.plain.urls
 
+    @property
+    def minutes(self) -> float:
+        """Since the beginning."""
+        return (time.monotonic() - self._began) / 60
+
     def may_cut(self, gateway: int, since: float) -> bool:
         child, now = self.plain.gateways[gateway], time.monotonic()
         if child.pid is None or child.ready_at > since:

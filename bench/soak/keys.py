@@ -17,7 +17,7 @@ import yaml
 from mallee.gateway.access.keys import NewKey, digest, new_key
 
 OWNERS: Final = ("acme", "birch", "rotated", "brief")  # keys, as clients are given them
-PER_MINUTE: Final = 30  # requests of the limited key
+PER_MINUTE: Final = 12  # requests of the limited key
 GRACE_S: Final = 15.0  # after a change, until a gateway under faults has read it
 BROKEN: Final = (0.15, 0.25)  # parts of the run
 ROTATED_AT: Final = 0.4
