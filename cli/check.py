@@ -354,7 +354,7 @@ def ignored_options(values: dict[str, Any]) -> Iterator[str]:
     from ray.exceptions import RayError
     from ray.serve.schema import ServeDeploySchema
 
-    class Client(ServeSubmissionClient):  # type: ignore[misc] # Ray has no types
+    class Client(ServeSubmissionClient):
         """Waits for no answer for ever."""
 
         def _do_request(self, *given: Any, **more: Any) -> Any:

@@ -354,7 +354,7 @@ class Clients:
             return found
         if answer.status_code == 401:
             self._check(kind, self._keys.may_be_refused(key, since), "401", f"{path}: {key}")
-            return None
+            return {} if kind == "delete" else None  # its key will never be taken again
         is_fine = code in REFUSALS or (kind == "delete" and code in GONE)
         self._check(kind, may_fail and is_fine, code, f"{path}: {answer.text[:300]}")
         return {} if code in GONE else None

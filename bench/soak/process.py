@@ -219,6 +219,8 @@ async def gateway(spec: GatewaySpec) -> Any:
     await made.start()
     server = Server(made.api, log_level="error")
     serving = asyncio.create_task(server.serve(sockets=[listener("127.0.0.1", spec.port)]))
+    while not server.started:  # noqa: ASYNC110 # before that it refuses connections
+        await asyncio.sleep(0.01)
 
     async def report() -> Report:
         names = [each.worker for each in router.workers()]
