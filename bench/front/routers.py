@@ -239,7 +239,7 @@ async def vllm_servers(python: str) -> AsyncIterator[dict[str, int]]:
             command = [*vllm_command(python, port, "m"), "--kv-events-config", json.dumps(config)]
             command += ["--block-size", "32", "--max-model-len", "2048"]
             command += ["--num-gpu-blocks-override", str(SERVER_BLOCKS)]
-            env = {**os.environ, **vllm_env(1), "KMP_BLOCKTIME": "0"}
+            env = {**os.environ, **vllm_env(1)}
             env.pop("PYTHONPATH", None)
             quiet = asyncio.subprocess.DEVNULL
             processes.append(

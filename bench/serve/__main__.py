@@ -1,6 +1,7 @@
 """The service as users start it, over Ray and HTTP, beside others: latency, requests/s, tokens/s.
 
     python -m bench.serve [--quick] [--sides serve,one_process,itl] [--smg PATH] [--dynamo PYTHON]
+    python -m bench.serve --stages     the gateway's CPU for a request, by stage (`stages.py`)
 
 Sides (`sides.py`): `mallee serve` with one gateway, with two, and behind Ray's Python proxy;
 `mallee mock`, which is the same without Ray; smg over stubs; Dynamo's frontend over its mockers. 100
@@ -24,7 +25,7 @@ from typing import Any, NamedTuple
 
 from bench import measure
 from bench.gateway.__main__ import load
-from bench.serve import itl
+from bench.serve import itl, stages
 from bench.serve.sides import MODEL, Programs, sides
 
 PROMPT_CHARS = 960  # 200 words
@@ -124,6 +125,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a moment each: does it run at all")
     parser.add_argument("--sides", default="", help="some of them, with commas; all by default")
+    parser.add_argument("--stages", action="store_true", help="CPU of a request by stage, alone")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--engines", type=int)
     found = str(beside) if beside.exists() else shutil.which("smg") or ""
@@ -138,6 +140,10 @@ def main() -> int:
     given = {name: getattr(args, name) for name in ("rounds", "engines")}
     scale = scale._replace(**{name: value for name, value in given.items() if value is not None})
     programs = Programs(args.smg, args.dynamo)
+    if args.stages:
+        found = stages.bench(scale.engines, PROMPT_CHARS)
+        print(json.dumps(measure.rounded(found) | measure.machine()))
+        return 0
     wanted = [name for name in args.sides.split(",") if name]
     found = bench(scale, wanted, programs)
     if found:

@@ -6,6 +6,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
@@ -111,6 +112,8 @@ def profile(
         if out is None or trace is not None or random_weights:
             raise ConfigError("--engine vllm: give --to FILE, without --trace or --random-weights")
         busy = _check_idle(force=force)
+        # Its processes wake each other: single steps differ more than our engine's.
+        wanted = replace(wanted, repeats=2 * wanted.repeats, steps=4 * wanted.steps)
         measured = asyncio.run(_measure_served(model, wanted, busy, console))
         written = {"profile": _save(measured, out, console, force=force)}
         if as_json:

