@@ -8,7 +8,9 @@ log-probabilities, capsules, forks of forks of them, clients that hang up or rea
 bodies. First everything is asked undisturbed; then faults come, up to two at once (`faults.py`). Each
 answer must be the undisturbed one or an error that docs/api.md names. Then the faults end, everything is
 asked again, and nothing may be left: requests, bookings, capsules, tasks, descriptors, memory, a block of an
-index that is not its worker's (`left.py`). The last line of stdout is one JSON object; the exit status is 1
+index that is not its worker's (`left.py`). All have API keys, which change under way (`keys.py`); every
+process is scraped once a second (`scrapes.py`), and logs to a file, which must tell of each request once
+(`logs.py`). The last line of stdout is one JSON object; the exit status is 1
 if anything was wrong.
 """
 

@@ -27,7 +27,7 @@ TTL_S: Final = 20.0  # of capsules: their clients may never learn of them
 MAX_SHOWN: Final = 20
 REFUSALS: Final = frozenset(
     (
-        *("unavailable", "lookup_incomplete", "no_worker", "worker_lost"),
+        *("unavailable", "lookup_incomplete", "store_away", "no_worker", "worker_lost"),
         *("poison_request", "pool_exhausted"),
         *("capsules_full", "saturated", "overloaded", "deadline_exceeded", "tenant_queue_full"),
     )
