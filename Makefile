@@ -132,14 +132,14 @@ CLIENTS := .venv-clients
 PINNED := --constraint tests/api/clients/constraints.txt
 QUIET := --quiet --disable-pip-version-check
 
-$(CLIENTS)/.ready: pyproject.toml tests/api/clients/constraints.txt | setup
+$(CLIENTS)/.ready: pyproject.toml tests/api/clients/constraints.txt tests/api/clients/harnesses.txt | setup
 	$(PYTHON) -m venv $(CLIENTS) && $(PYTHON) -m venv $(CLIENTS)/aiperf && $(PYTHON) -m venv $(CLIENTS)/harnesses
 	$(CLIENTS)/bin/python -m pip install $(QUIET) $(PINNED) -e ".[clients]"
 	$(CLIENTS)/aiperf/bin/python -m pip install $(QUIET) $(PINNED) aiperf==0.13.0
 	for below in $(CLIENTS) $(CLIENTS)/harnesses; do \
 		$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
 			> $$($$below/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/below.pth; done
-	$(CLIENTS)/harnesses/bin/python -m pip install $(QUIET) "lm-eval[api]==0.4.13" guidellm==0.8.1
+	$(CLIENTS)/harnesses/bin/python -m pip install $(QUIET) --constraint tests/api/clients/harnesses.txt "lm-eval[api]" guidellm
 	touch $@
 
 # Warnings are those of the packages' own code. The broker's program is in the environment below.

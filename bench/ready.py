@@ -25,10 +25,10 @@ import psutil
 import yaml
 
 from bench import measure
+from bench.doubles.ports import free_ports
 from bench.processes import running, wait_for, wait_for_page
 from mallee.runtime.addresses import free_port
 from mallee.runtime.proxy.choice import KEEP_ALIVE_S, serving_environment
-from mallee.testing.ports import free_ports
 
 MODEL: Final = "m"
 READY_S: Final = 240.0

@@ -22,8 +22,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bench import measure
+from bench.doubles.quantized import Activations, Form, quantization_config, quantized_tensors
 from mallee.api.text.tokenizer import Tokenizer
-from mallee.testing.quantized import Activations, Form, quantization_config, quantized_tensors
 from mallee.worker.forward import ForwardBatch, Row
 from mallee.worker.model.loading.checkpoint import weight_files
 from mallee.worker.model.loading.source import resolve_model

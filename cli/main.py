@@ -16,7 +16,7 @@ from mallee.cli.doctor.machine import doctor
 from mallee.cli.doctor.model import doctor_model
 from mallee.cli.metrics import metrics
 from mallee.cli.mocker.replay import replay
-from mallee.cli.mocker.sweep import figures, sweep
+from mallee.cli.mocker.sweep import sweep
 from mallee.cli.options import JsonOption
 from mallee.cli.output import answer, print_error
 from mallee.cli.profile.command import profile
@@ -43,7 +43,7 @@ cli = typer.Typer(
 )
 _COMMANDS: tuple[Callable[..., None], ...] = (
     *(serve, up, mock, demo, settings, metrics, check, tree, doctor, doctor_model, profile, replay),
-    *(sweep, figures, replay_session, export_episode, chat, explain, top, picker, router),
+    *(sweep, replay_session, export_episode, chat, explain, top, picker, router),
 )
 for _command in _COMMANDS:
     cli.command()(_command)

@@ -38,7 +38,6 @@ NatsOption: TypeAlias = Annotated[
     ),
 ]
 TIMING = typer.Option("--timing", help="Name of a device and model, or a file of `mallee profile`.")
-TimingOption: TypeAlias = Annotated[str, TIMING]
 JsonOption: TypeAlias = Annotated[
     bool, typer.Option("--json", help="The last line of stdout is one JSON object.")
 ]
@@ -73,8 +72,6 @@ SessionsOption: TypeAlias = Annotated[
     ),
 ]
 SeedOption: TypeAlias = Annotated[int, typer.Option("--seed", help="Same seed, same results.")]
-
-DEFAULT_TIMING = "h200-llama-3.1-8b-fp8"
 
 # Names in the package index, by those of their modules.
 SERVING_PACKAGES = {

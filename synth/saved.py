@@ -1,4 +1,4 @@
-"""Learned models in files, whole or shareable.
+"""Learned models in files.
 
 A file is `_MAGIC`, a checksum of what follows, and a compressed msgpack value: the layout, the model's class
 and its fields. The layout is a digest of all fields that models have, so that a file of another layout is
@@ -21,28 +21,17 @@ from mallee.synth.baseline.model import TreeModel
 from mallee.synth.core.model import Model
 from mallee.synth.programs.model import SearchModel
 from mallee.synth.session.model import SessionModel
-from mallee.synth.session.shareable.model import SharedModel, Summary, drawn
 from mallee.traces.files.output import whole_file
 
-_Kept: TypeAlias = SessionModel | Summary | TreeModel | SearchModel
+_Kept: TypeAlias = SessionModel | TreeModel | SearchModel
 _KEPT: Final[dict[str, type[_Kept]]] = {each.__name__: each for each in get_args(_Kept)}
 _MAGIC: Final = b"mallee-model\x00"
 _DIGEST_BYTES: Final = 16
 _MOST_BYTES: Final = 4 << 30  # a model's when unpacked: more is a bomb
-
-
-def privacy_note(model: Model) -> str:
-    """A note for people: the facts about the trace that a reader of the model's file can learn."""
-    if isinstance(model, SharedModel):
-        return (
-            "This file has no request of the trace: only means over 20 or more requests, sessions or gaps,"
-            " correlations, chances, counts, and the lengths of texts that 20 or more sessions begin"
-            " with. It still tells the traffic's size, rate over time, and typical lengths and waits."
-        )
-    return (
-        "This file has each request's lengths, times and place in its session, and names of request"
-        " classes; no text, no ids, no session names. To share it, save it as shareable."
-    )
+PRIVACY_NOTE: Final = (
+    "This file has each request's lengths, times and place in its session, and names of request classes;"
+    " no text, no ids, no session names."
+)
 
 
 def save_model(model: Model, path: Path | str) -> None:
@@ -50,11 +39,10 @@ def save_model(model: Model, path: Path | str) -> None:
 
     Raises ConfigError if the file can't be written, or no such model can be saved.
     """
-    kept = model.summary if isinstance(model, SharedModel) else model
-    name = type(kept).__name__
+    name = type(model).__name__
     if name not in _KEPT:
         raise ConfigError(f"{name}: not a model that can be saved")
-    packed = msgspec.msgpack.encode([_layout(), name, kept], enc_hook=_plain)
+    packed = msgspec.msgpack.encode([_layout(), name, model], enc_hook=_plain)
     body = zlib.compress(packed, 6)
     with whole_file(path, packs=False) as file:
         file.write(_MAGIC + xxhash.xxh3_128_digest(body) + body)
@@ -89,10 +77,9 @@ def load_model(path: Path | str) -> Model:
             raise CodecError(
                 f"{path}: layout {layout}, this version reads {_layout()}; learn the trace again"
             )
-        kept = msgspec.msgpack.decode(content, type=_KEPT[name], dec_hook=_array)
+        return msgspec.msgpack.decode(content, type=_KEPT[name], dec_hook=_array)
     except (zlib.error, KeyError, ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise CodecError(f"{path}: not a model ({error}); save it again") from error
-    return drawn(kept) if isinstance(kept, Summary) else kept
 
 
 @cache

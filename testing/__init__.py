@@ -1,5 +1,4 @@
-"""Doubles and made-up workloads, shared by tests and benches; `nodes` is the rig of `mallee up`.
+"""Stand-ins that commands use: `nodes`, the rig of `mallee up`, and weights that are drawn.
 
-Knows `runtime`, `worker`, `mocker` and `traces`, and `nodes` also `actors`. No product package but `cli` may
-import it; a module says itself whether it loads torch.
+No product package but `cli` may import it; a module says itself whether it loads torch.
 """

@@ -15,7 +15,7 @@ PLAY = """
 import mallee.worker.engine as engine
 from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.replay.run import replay
-from mallee.testing.workloads import forks
+from bench.doubles.workloads import forks
 for workload in (forks(4, 8, prefix_tokens=700, gap_s=0.01),):
     result = replay(workload, ReplayConfig(engines=3, kv_tokens=4096))
     print(engine.__file__.rpartition(".")[2], result.summary["digest"])
@@ -23,8 +23,8 @@ for workload in (forks(4, 8, prefix_tokens=700, gap_s=0.01),):
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Fork, Limits, Prefill, pack_tokens
-from mallee.testing.forward import MockForward
-from mallee.testing.random_model import random_model
+from bench.doubles.forward import MockForward
+from bench.doubles.random_model import random_model
 from mallee.worker.records import EngineConfig
 for forward in (MockForward(mock_spec(), num_blocks=64), random_model().forward()):
     worker = engine.Engine(
@@ -49,7 +49,7 @@ for forward in (MockForward(mock_spec(), num_blocks=64), random_model().forward(
 def played(path: Path) -> list[str]:
     """Of the modules under `path`: the engine's suffix, a replay's digest, tokens over two forward passes."""
     command = [sys.executable, "-c", PLAY]
-    environ = os.environ | {"PYTHONPATH": str(path)}
+    environ = os.environ | {"PYTHONPATH": f"{path}{os.pathsep}{ROOT}"}  # of `bench`, too
     done = subprocess.run(
         command, cwd="/", capture_output=True, text=True, check=False, env=environ
     )

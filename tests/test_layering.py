@@ -46,10 +46,7 @@ ARROWS: dict[str, set[str]] = {
     "actors": {
         *("protocol", "router", "worker", "mocker", "runtime", "gateway", "api", "actors"),
     },
-    "testing": {
-        *("protocol", "traces", "worker", "mocker"),
-        *("runtime.addresses", "runtime.bus", "testing"),
-    },
+    "testing": {"protocol", "worker", "testing"},
     "testing.nodes": {"protocol", "runtime", "actors", "testing"},
     "cli": {""},
 }

@@ -19,13 +19,13 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from bench import TRACES
+from bench.doubles.workloads import made
 from bench.measure import rounded
 from bench.router.fanout import Scene, play
 from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.replay.result import Result
 from mallee.mocker.replay.run import replay
 from mallee.mocker.tiers import TierConfig
-from mallee.testing.workloads import made
 from mallee.traces.read import read_workload
 from mallee.traces.workload import Request, Workload
 

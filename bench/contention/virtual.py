@@ -7,11 +7,11 @@ less room for KV together than one (`kv_tokens_of`).
 import random
 from typing import Any, Final, NamedTuple
 
+from bench.doubles.workloads import made
 from mallee.mocker.device import DeviceConfig
 from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.replay.run import replay
 from mallee.mocker.timing.profiles import fitted
-from mallee.testing.workloads import made
 from mallee.traces.workload import Request, Workload
 
 PROFILE: Final = "h200-llama-3.1-8b-fp8"

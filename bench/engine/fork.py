@@ -18,12 +18,12 @@ from collections.abc import Callable
 from itertools import count
 from typing import NamedTuple
 
+from bench.doubles.forward import MockForward
 from bench.measure import machine
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.hashing import block_hashes
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Fork, Limits, Prefill, Sampling, pack_tokens
-from mallee.testing.forward import MockForward
 from mallee.worker.engine import Engine
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.node import Node

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
+from bench.doubles.forward import MockForward
+from bench.doubles.structures import MockStructures
 from bench.measure import machine
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Generate, Grammar, Limits, Sampling, pack_tokens
-from mallee.testing.forward import MockForward
-from mallee.testing.structures import MockStructures
 from mallee.worker.engine import Engine
 from mallee.worker.forward import Draw, ForwardBatch, Logits, TokenHistory, distinct
 from mallee.worker.model.sampling.sampler import sample

@@ -18,11 +18,11 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
+from bench.doubles.random_model import random_model
 from bench.measure import machine
 from bench.mocker.policies import Fcfs
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Command, Fork, Generate, Limits, Prefill, Sampling, pack_tokens
-from mallee.testing.random_model import random_model
 from mallee.worker.engine import Engine
 from mallee.worker.model.config import FAMILIES
 from mallee.worker.model.loading.source import resolve_model

@@ -18,11 +18,11 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from bench.doubles.forward import MockForward
 from bench.measure import machine
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Fork, Limits, Prefill, Share, pack_tokens
-from mallee.testing.forward import MockForward
 from mallee.worker.engine import Engine
 from mallee.worker.forward import Draw, ForwardBatch, Logits
 from mallee.worker.records import EngineConfig

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from bench.doubles.forward import MockForward
 from mallee.protocol.model import ModelSpec
-from mallee.testing.forward import MockForward
 from mallee.worker.forward import Draw, ForwardBatch, Logits
 
 

@@ -30,11 +30,11 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from bench.doubles.envoy import envoy
+from bench.doubles.vllm_pod import KVPublisher, PodTiming, VllmPod
 from bench.measure import machine, rounded
 from mallee.runtime.addresses import free_port
 from mallee.runtime.bus.broker import Broker
-from mallee.testing.envoy import envoy
-from mallee.testing.vllm_pod import KVPublisher, PodTiming, VllmPod
 
 SIZES = {"500": 500, "4000": 4000, "30000": 30_000}  # tokens of a prompt
 CLIENTS = 32

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench import measure
+from bench.doubles.ports import free_ports
 from bench.processes import running, wait_for
-from mallee.testing.ports import free_ports
 
 NUM_BACKENDS = 4
 FORK_DELAY_MS = 20.0

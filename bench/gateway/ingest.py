@@ -26,13 +26,13 @@ from collections.abc import Awaitable, Callable
 
 import numpy as np
 
+from bench.doubles.bus import LocalBus, LocalHub
 from bench.gateway.ingest_gateway import FLEET, PROMPT_BLOCKS, SPEC, Gateway, hashes_of
 from bench.measure import machine, rss_nbytes
 from mallee.protocol.codec import encode
 from mallee.protocol.events import EventBatch, Lease, Removed, Snapshot, Stored, pack_hashes
 from mallee.protocol.hashing import Hashes
 from mallee.protocol.subjects import Subjects
-from mallee.testing.bus import LocalBus, LocalHub
 
 WORKERS = 1000
 WORKER_BLOCKS = 512  # held by each worker when full, in the ingest run

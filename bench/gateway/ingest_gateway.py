@@ -15,6 +15,8 @@ from itertools import count
 
 import numpy as np
 
+from bench.doubles.bus import LocalBus, LocalHub
+from bench.doubles.members import Members
 from mallee.gateway.fleet.feed import FleetFeed
 from mallee.gateway.metrics import GatewayMetrics
 from mallee.mocker.passes import mock_spec
@@ -23,8 +25,6 @@ from mallee.protocol.hashing import Hashes
 from mallee.protocol.ids import RequestId
 from mallee.router.config import RouterConfig
 from mallee.router.router import Router
-from mallee.testing.bus import LocalBus, LocalHub
-from mallee.testing.members import Members
 
 FLEET = "bench"
 PROMPT_BLOCKS = 128

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 import uvicorn
 
+from bench.doubles.bus import LocalBus, LocalHub
 from bench.gateway.backends import BLOCK_SIZE, SECRET, SPEC, read_events
 from bench.measure import run_async
 from mallee.api.api import ApiSettings, Draws, Entry, ServedModel, build_api
@@ -35,7 +36,6 @@ from mallee.router.router import Router
 from mallee.runtime.tasks import Tasks
 from mallee.runtime.transport.address import Address
 from mallee.runtime.transport.link import Transport
-from mallee.testing.bus import LocalBus, LocalHub
 
 FLEET = "bench"
 LEASE_PERIOD_S = 1.0

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 from bench import ROOT
+from bench.doubles.attention import attend_plain
+from bench.doubles.random_model import random_model
 from bench.gpu.shapes import Scale
 from bench.gpu.steps import GREEDY
 from bench.gpu.trees import prompt
-from mallee.testing.attention import attend_plain
-from mallee.testing.random_model import random_model
 from mallee.worker.forward import Draw, ForwardBatch, Row
 from mallee.worker.model.attention.base import split_batch
 from mallee.worker.model.config import ModelConfig

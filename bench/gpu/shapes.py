@@ -5,8 +5,8 @@ from typing import Any, Final, Literal, NamedTuple
 
 import torch
 
+from bench.doubles.quantized import Form, quantization_config, quantized_tensors
 from mallee.protocol.model import ModelSpec
-from mallee.testing.quantized import Form, quantization_config, quantized_tensors
 from mallee.testing.random_weights import SHAPES, random_tensors
 from mallee.worker.memory.budget import Budget, DeviceMemory, Room
 from mallee.worker.model.config import ModelConfig, model_spec

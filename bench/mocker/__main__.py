@@ -24,12 +24,12 @@ from time import process_time
 from typing import Any, Final
 
 from bench import ROOT, TRACES
+from bench.doubles.workloads import forks
 from bench.measure import last_line, rounded
 from bench.mocker import scenes
 from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.replay.result import Result
 from mallee.mocker.replay.run import replay
-from mallee.testing.workloads import forks
 from mallee.traces.read import read_workload
 
 TRACE = TRACES / "mooncake_conversation.jsonl.gz"

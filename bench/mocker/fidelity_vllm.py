@@ -34,6 +34,7 @@ from typing import Any, Final, NamedTuple
 import httpx
 import msgspec
 
+from bench.doubles.workloads import made
 from bench.measure import conclude, machine, rounded
 from bench.mocker.fidelity import averaged, drift
 from bench.peers.vllm_server import vllm_command, vllm_env
@@ -43,7 +44,6 @@ from mallee.mocker.replay.run import replay
 from mallee.mocker.timing.files import TimingFile, read_timing
 from mallee.protocol.ids import splitmix64
 from mallee.runtime.addresses import free_port
-from mallee.testing.workloads import made
 from mallee.traces.workload import NO_PARENT, Request
 
 MODEL: Final = "m"

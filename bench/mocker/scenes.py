@@ -5,11 +5,11 @@ from typing import Any, Final
 
 import numpy as np
 
+from bench.doubles.workloads import agents, made, siblings
 from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.replay.result import Result
 from mallee.mocker.replay.run import replay
 from mallee.mocker.timing import ClosedForm, Plane, Timing
-from mallee.testing.workloads import agents, made, siblings
 from mallee.traces.workload import Request
 
 # Two agents on one document, as SwarmKV's authors measured them: one after another 10,275 ms, 4,339 of

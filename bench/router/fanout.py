@@ -22,12 +22,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
+from bench.doubles.workloads import made
 from mallee.mocker.replay.config import POLICIES, ReplayConfig
 from mallee.mocker.replay.simulation import Simulation
 from mallee.mocker.timing import Timing
 from mallee.mocker.timing.profiles import DEFAULT_TIMING
 from mallee.router.dispatch.effects import Placed
-from mallee.testing.workloads import made
 from mallee.traces.workload import Request, Workload
 
 MAX_LISTED: Final = 64

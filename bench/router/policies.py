@@ -22,11 +22,11 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
+from bench.doubles.workloads import sessions
 from bench.router.fanout import BOOKING_LAG_S, EVENT_LAG_S, NEVER_S
 from mallee.mocker.replay.config import POLICIES, ReplayConfig
 from mallee.mocker.replay.result import Result
 from mallee.mocker.replay.run import replay
-from mallee.testing.workloads import sessions
 from mallee.traces.read import read_workload
 from mallee.traces.workload import Request, Workload
 

@@ -21,9 +21,9 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
+from bench.doubles.workloads import turns_in_any_order
 from bench.router.policies import replayed
 from mallee.mocker.replay.config import ReplayConfig
-from mallee.testing.workloads import turns_in_any_order
 from mallee.traces.read import read_workload
 from mallee.traces.workload import Workload
 

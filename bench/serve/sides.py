@@ -9,9 +9,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
+from bench.doubles.ports import free_ports
 from bench.processes import running, wait_for
 from mallee.runtime.addresses import free_port
-from mallee.testing.ports import free_ports
 from mallee.worker.model.loading.source import resolve_model
 
 MODEL = "m"

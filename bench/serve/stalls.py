@@ -30,6 +30,8 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from bench.doubles.bus import LocalBus, LocalHub
+from bench.doubles.forward import MockForward
 from bench.serve.sides import MODEL, answering
 from mallee.actors.hosting.engine import add_engine
 from mallee.actors.hosting.host import Host
@@ -43,8 +45,6 @@ from mallee.protocol.messages import Generate, Grammar, Limits, pack_tokens
 from mallee.protocol.parcels import Parcel, decode_reports
 from mallee.runtime.addresses import free_port
 from mallee.runtime.bus.bus import Bus
-from mallee.testing.bus import LocalBus, LocalHub
-from mallee.testing.forward import MockForward
 from mallee.worker.engine import Engine
 from mallee.worker.model.loading.source import resolve_model
 from mallee.worker.model.sampling.grammar import TokenGrammars

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import msgspec
 import psutil
 
+from bench.doubles.ports import free_ports
 from bench.failover.faults import clock_environment, set_clock
 from bench.soak.keys import Keys
 from bench.soak.process import EnginesSpec, GatewaySpec, Report
@@ -32,7 +33,6 @@ from mallee.runtime.bus.children import death_follower, end
 from mallee.runtime.config import AppConfig
 from mallee.runtime.tasks import Tasks
 from mallee.runtime.transport.greeting import new_secret
-from mallee.testing.ports import free_ports
 
 log = logging.getLogger(__name__)
 

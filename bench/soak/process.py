@@ -25,6 +25,7 @@ from typing import Any
 
 import msgspec
 
+from bench.doubles.forward import MockForward
 from mallee.actors.build import (
     build_gateway,
     build_link_listener,
@@ -53,7 +54,6 @@ from mallee.runtime.transport.address import Way
 from mallee.runtime.transport.greeting import Secret
 from mallee.runtime.transport.link import Dial, Transport, dial
 from mallee.runtime.transport.server import CommandServer
-from mallee.testing.forward import MockForward
 from mallee.worker.engine import Engine
 from mallee.worker.forward import ForwardBatch, Logits
 from mallee.worker.model.config import model_spec

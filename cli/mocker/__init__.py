@@ -1,4 +1,4 @@
-"""The commands about mocked engines: `replay`, `sweep`, `figures`, and `profile`, which times models.
+"""The commands about mocked engines: `replay`, `sweep`, and `profile`, which times models.
 
 Knows the mocker. Must not load a model but to time one.
 """

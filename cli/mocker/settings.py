@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from mallee.cli.options import DEFAULT_TIMING, require_packages
+from mallee.cli.options import require_packages
 from mallee.cli.settings import make_config
 from mallee.protocol.errors import ConfigError
 
@@ -90,7 +90,7 @@ def settled(
     """
     from mallee.mocker.replay.config import ReplayConfig
 
-    config = ReplayConfig(timing=timing or DEFAULT_TIMING)
+    config = ReplayConfig() if timing is None else ReplayConfig(timing=timing)
     if file is None and not assignments:
         return Settled(config)
     require_packages(("pydantic", "yaml"), "`pip install pydantic pyyaml` to read settings")
@@ -107,7 +107,7 @@ def settled(
     applied = given if file is None else dict(_flat(app))
     if timing is None:
         named = applied.get("mock.timing") if app.is_mocked else app.routing.timing
-        config = replace(config, timing=named or DEFAULT_TIMING)
+        config = replace(config, timing=named or config.timing)
     for key, path in HONOURED.items():
         if (value := applied.get(key)) is not None:
             scale = _SCALES.get(key.partition(".")[2])

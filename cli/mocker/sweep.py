@@ -1,4 +1,4 @@
-"""`mallee sweep` and `mallee figures`: many fleets in virtual time, as tables and figures."""
+"""`mallee sweep`: many fleets in virtual time, as tables and figures."""
 
 import hashlib
 import itertools
@@ -8,12 +8,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from importlib.metadata import version
 from math import inf
 from pathlib import Path
 from platform import python_version
-from typing import TYPE_CHECKING, Annotated, Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 import typer
 from rich.console import Console
@@ -21,20 +20,12 @@ from rich.markup import escape
 
 from mallee.cli.mocker.fleet import FleetOptions
 from mallee.cli.options import (
-    DEFAULT_TIMING,
     POLICIES,
     JsonOption,
-    KindOption,
-    RequestsOption,
-    SeedOption,
-    SessionsOption,
-    SpeedupOption,
-    TimingOption,
     TraceArgument,
     check_out,
     command_of,
     count,
-    kv_tokens_of,
     with_groups,
 )
 from mallee.cli.output import grid, print_json, say_written
@@ -46,10 +37,6 @@ if TYPE_CHECKING:
 
 _SWEPT: Final = ("workers", "mock.engines_per_worker", "routing.policy")  # by sweep's own options
 N = TypeVar("N", int, float)
-ProcessesOption: TypeAlias = Annotated[
-    int | None,
-    typer.Option("--processes", help="Replays at the same time; as many as cores by default."),
-]
 
 
 @with_groups
@@ -86,7 +73,9 @@ def sweep(
             min=1, help="Replay each fleet with so many seeds; more than 1: from --seed + 1."
         ),
     ] = 1,
-    processes: ProcessesOption = None,
+    processes: Annotated[
+        int | None, typer.Option(help="Replays at the same time; as many as cores by default.")
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -133,12 +122,12 @@ def sweep(
     if out is not None:
         read_as = (fleet.kind, fleet.id_tokens, fleet.sessions_per_hour)
         trials = Trials(out / "trials.jsonl", f"{origin[1:]} {read_as}")
-    with _progress("replays", len(makes) * len(rows) * fleets.most_replays) as on_done:
+    with _progress(len(makes) * len(rows) * fleets.most_replays) as on_done:
         found = run(
             makes,
             bases,
             fleets,
-            processes=_processes(processes),
+            processes=count("processes", processes) or len(os.sched_getaffinity(0)),
             good_share=good_share,
             on_done=on_done,
             trials=trials,
@@ -158,68 +147,6 @@ def sweep(
         print_json(found.as_json())
     if all(map(_failed, found.fleets)):
         raise typer.Exit(1)
-
-
-def figures(
-    out: Annotated[Path, typer.Option(help="Folder for the PNGs, figures.html, figures.json.")],
-    trace: Annotated[
-        Path | None, typer.Option(help="Requests; without it sessions are made up.")
-    ] = None,
-    kind: KindOption = "auto",
-    requests: RequestsOption = None,
-    engines: Annotated[int, typer.Option(min=1, help="Engines of the first two figures.")] = 4,
-    kv_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="KV memory of each, in tokens, but in the second; by default what its device holds.",
-        ),
-    ] = None,
-    timing: TimingOption = DEFAULT_TIMING,
-    speedup: SpeedupOption = 1.0,
-    sessions_per_hour: SessionsOption = 240.0,
-    seed: SeedOption = 0,
-    processes: ProcessesOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Draw TTFT by policy, hit rate by cache size and the spill of fan-outs.
-
-    Example: mallee figures --out figures
-    """
-    from mallee.figures.replays.scenes import Conditions, all_jobs, make_figures
-    from mallee.traces.made import sessions_workload
-    from mallee.traces.read import read_workload
-    from mallee.traces.workload import Workload
-
-    check_out(out)
-    count("requests", requests)
-    make: Callable[[], Workload]
-    if trace is None:
-        make = partial(sessions_workload, requests or 2000, seed=seed)
-    else:
-        make = partial(
-            read_workload,
-            trace,
-            kind=kind,
-            limit=requests or 4000,
-            seed=seed,
-            sessions_per_hour=sessions_per_hour,
-        )
-        make()
-    room = kv_tokens_of(timing, kv_tokens)
-    conditions = Conditions(
-        engines=engines,
-        kv_tokens=room,
-        fan_tokens=room,
-        timing=timing,
-        speedup=speedup,
-        seed=seed,
-    )
-    with _progress("replays", len(all_jobs(make, conditions))) as on_done:
-        made = make_figures(make, out, conditions, processes=_processes(processes), on_done=on_done)
-    say_written(made.paths)
-    if as_json:
-        print_json(made.data)
 
 
 def _origin(command: str, trace: Path) -> "Origin":
@@ -261,12 +188,8 @@ def _words(name: str, given: str) -> list[str]:
     return words
 
 
-def _processes(given: int | None) -> int:
-    return count("processes", given) or len(os.sched_getaffinity(0))
-
-
 @contextmanager
-def _progress(what: str, total: int) -> "Iterator[Callable[[int, Done], None]]":
+def _progress(total: int) -> "Iterator[Callable[[int, Done], None]]":
     """Counts finished replays on stderr, off a terminal a line each.
 
     SIGTERM ends the processes of the pool too.
@@ -274,12 +197,12 @@ def _progress(what: str, total: int) -> "Iterator[Callable[[int, Done], None]]":
     console = Console(stderr=True, highlight=False)
     done = 0
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with console.status(f"0 of {total} {what}") as status:
+    with console.status(f"0 of {total} replays") as status:
 
         def note(index: int, outcome: "Done") -> None:
             nonlocal done
             done += 1
-            said = f"{done} of {total} {what}"
+            said = f"{done} of {total} replays"
             if console.is_terminal:
                 status.update(said)
             else:

@@ -19,7 +19,6 @@ from mallee.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
     from mallee.synth.core.model import Model
-    from mallee.traces.trace import Trace
     from mallee.traces.workload import Workload
 
 _ALSO_STDOUT: Final = (Path("/dev/stdout"), Path("/dev/fd/1"), Path("/proc/self/fd/1"))
@@ -31,7 +30,6 @@ class _Learned(NamedTuple):
     model: "Model"
     source: str
     requests: int | None = None  # of its source, if that was read
-    lost: str = ""  # gates that its shareable model does not keep
 
 
 def generate(
@@ -76,13 +74,6 @@ def generate(
     save_model: Annotated[
         Path | None, typer.Option(help="Keep what was learned here, for --from.")
     ] = None,
-    shareable: Annotated[
-        bool,
-        typer.Option(
-            "--shareable",
-            help="Model without the trace's own lengths and times: tables, copula. Prints lost gates.",
-        ),
-    ] = False,
     as_json: JsonOption = False,
     *,
     reading: Reading,
@@ -108,7 +99,7 @@ def generate(
     if program is not None and save_model is not None:
         raise ConfigError("--save-model: programs are not learned; give --program again instead")
     begun = time.perf_counter()
-    learned = _learned(source, program, model, shareable=shareable, reading=reading)
+    learned = _learned(source, program, model, reading)
     learn_s = time.perf_counter() - begun
     num = requests or learned.requests
     if num is None:
@@ -119,8 +110,6 @@ def generate(
     check_loop(format, open_loop)
     if save_model is not None:
         _save(learned.model, save_model)
-    if learned.lost:
-        sys.stderr.write(f"gates that the shareable model does not keep: {learned.lost}\n")
     begun = time.perf_counter()
     if open_loop and format == "agentic":
         workload = _opened(workload)
@@ -146,69 +135,36 @@ def generate(
 
 
 def _learned(
-    source: Path | None,
-    program: str | None,
-    kind: str | None,
-    *,
-    shareable: bool,
-    reading: Reading,
+    source: Path | None, program: str | None, kind: str | None, reading: Reading
 ) -> _Learned:
     """From one of a trace, a saved model, a program. Raises ConfigError, CodecError."""
     from mallee.synth.fit import fit
     from mallee.synth.programs.named import PROGRAMS
     from mallee.synth.saved import is_model, load_model
-    from mallee.synth.session.shareable.model import to_shareable
 
     if (source is None) == (program is None):
         raise ConfigError("give --from a trace or a saved model, or else --program")
     if program is not None:
         name = f"program {program}"
         rule = PROGRAMS[str(one_of("program", program, PROGRAMS))]
-        if shareable:
-            raise ConfigError(f"--shareable: {name} knows no trace; leave it out")
         check_learned(name, rule.kind, kind, reading)
         return _Learned(rule, name)
     assert source is not None
     if is_model(source):
-        model, trace = load_model(source), None
+        model = load_model(source)
         check_learned(str(source), model.kind, kind, reading)
-    else:
-        with waiting(f"learning {source.name} ...") as shown:
-            trace = read_source(source, reading, shown).trace
-            model = fit(trace, kind or "session")
-    requests = None if trace is None else len(trace)
-    shared = to_shareable(model) if shareable else model
-    lost = "" if shared is model else _lost(shared, _like(model) if trace is None else trace)
-    return _Learned(shared, str(source), requests, lost)
-
-
-def _like(model: "Model") -> "Trace":
-    """A trace of a learned source's length, for a source that is not at hand."""
-    from mallee.synth.session.model import SessionModel
-    from mallee.traces.trace import trace_of
-
-    assert isinstance(model, SessionModel)  # others are not shareable
-    return trace_of(model.generate(requests=len(model.steps), seed=1))
-
-
-def _lost(shared: "Model", trace: "Trace") -> str:
-    """The gates that a shareable model misses against its source, for people."""
-    from mallee.synth.compare.fits import lost_gates
-    from mallee.synth.compare.report import shown
-
-    missed = lost_gates(shared, trace)
-    found = "; ".join(
-        f"{each.gate.name} {shown(each.value)}, bar {each.gate.bar:g}" for each in missed
-    )
-    return found or "none"
+        return _Learned(model, str(source))
+    with waiting(f"learning {source.name} ...") as shown:
+        trace = read_source(source, reading, shown).trace
+        return _Learned(fit(trace, kind or "session"), str(source), len(trace))
 
 
 def _save(model: "Model", path: Path) -> None:
     """Says what a reader of the file will know of the trace."""
-    from mallee.synth.saved import privacy_note, save_model
+    from mallee.synth.saved import PRIVACY_NOTE, save_model
 
     save_model(model, path)
-    sys.stderr.write(f"wrote {path}: {privacy_note(model)}\n")
+    sys.stderr.write(f"wrote {path}: {PRIVACY_NOTE}\n")
 
 
 def _opened(workload: "Workload") -> "Workload":

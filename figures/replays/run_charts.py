@@ -51,8 +51,8 @@ def latency_figure(result: "Result") -> "Figure":
     draw_cdf(
         axes,
         [
-            Line("first token", 1000 * (columns.first_s - columns.arrival_s), look=_TTFT),
-            Line("last token", 1000 * (columns.end_s - columns.arrival_s), look=_WHOLE),
+            Line("first token", 1000 * (columns.first_s - columns.arrival_s), _TTFT),
+            Line("last token", 1000 * (columns.end_s - columns.arrival_s), _WHOLE),
         ],
     )
     axes.set_title("How long requests wait")

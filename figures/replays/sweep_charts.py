@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from mallee.figures.charts import doublings
 from mallee.figures.style import INK, look_of, new_figure, plain_log_ticks, styled
 from mallee.mocker.sweeps.sweep import Fleet, Sweep
 
@@ -43,6 +42,8 @@ def pareto_figure(sweep: Sweep) -> "Figure":
 
 def _draw(axes: "Axes", fleets: Sequence[Fleet], name: str, times: float) -> None:
     """A figure of the fleets, so many times as large, over engines; bars are intervals."""
+    from matplotlib.ticker import NullLocator
+
     spreads = {id(fleet): times * np.array(fleet.spread(name)) for fleet in fleets if fleet.runs}
     drawn = [
         fleet for fleet in fleets if id(fleet) in spreads and np.isfinite(spreads[id(fleet)]).all()
@@ -82,5 +83,8 @@ def _draw(axes: "Axes", fleets: Sequence[Fleet], name: str, times: float) -> Non
         markeredgecolor=INK,
         markeredgewidth=1.1,
     )
-    doublings(axes, np.unique([float(f.engines) for f in fleets]))
+    tried = sorted({fleet.engines for fleet in fleets})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(tried, [f"{engines:,}" for engines in tried])
+    axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel("engines")

@@ -36,14 +36,12 @@ class Job(NamedTuple):
 class Run(NamedTuple):
     """The part of a replay's result that is kept.
 
-    `ttft_ms`: quantiles 0, 0.001, .. 1; infinite for what never began. `slowest_ms`: from the arrival of
-    the slowest request of each class to its end.
+    `ttft_ms`: quantiles 0, 0.001, .. 1; infinite for what never began.
     """
 
     summary: dict[str, Any]
     conditions: dict[str, Any]
     ttft_ms: npt.NDArray[np.float64]
-    slowest_ms: dict[str, float]
 
     def ttft_at(self, share: float) -> float:
         """The time to first token that `share` of all requests don't exceed, in ms."""
@@ -76,12 +74,7 @@ def keep(result: Result) -> Run:
     # As the summary interpolates; but nothing lies between a number and infinity.
     method: Literal["linear", "higher"] = "linear" if np.isfinite(ttft).all() else "higher"
     quantiles = np.quantile(ttft, shares, method=method) if len(ttft) else np.empty(0)
-    whole = 1000 * (columns.end_s - columns.arrival_s)
-    slowest = {
-        name: float(np.max(whole[columns.cls == i], initial=0.0))
-        for i, name in enumerate(result.classes)
-    }
-    return Run(result.summary, result.conditions, quantiles, slowest)
+    return Run(result.summary, result.conditions, quantiles)
 
 
 def do(job: Job) -> Done:

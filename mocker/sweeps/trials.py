@@ -27,8 +27,8 @@ class Trials:
             if lines.pop():  # the sweep was killed while it wrote: that replay is done again
                 path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
             for line in lines:
-                key, (summary, conditions, ttft_ms, slowest_ms) = json.loads(line)
-                self._known[key] = Run(summary, conditions, np.array(ttft_ms), slowest_ms)
+                key, (summary, conditions, ttft_ms) = json.loads(line)
+                self._known[key] = Run(summary, conditions, np.array(ttft_ms))
         except (OSError, ValueError, TypeError) as error:
             raise ConfigError(
                 f"{path}: no trials of a sweep ({error}); remove it, or give another --out"
@@ -42,7 +42,7 @@ class Trials:
 
     def add(self, config: ReplayConfig, run: Run) -> None:
         """Append a run. Raises ConfigError if the disk doesn't take it."""
-        line = json.dumps([self._key(config), [*run[:2], run.ttft_ms.tolist(), run.slowest_ms]])
+        line = json.dumps([self._key(config), [*run[:2], run.ttft_ms.tolist()]])
         try:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(line + "\n")

@@ -18,7 +18,7 @@ from zipfile import BadZipFile, is_zipfile
 
 import numpy as np
 
-from mallee.mocker.timing.table import Floats, checked, monotone
+from mallee.mocker.timing.table import Axis, Floats, checked, monotone
 from mallee.protocol.errors import ConfigError
 
 
@@ -83,9 +83,9 @@ class DynamoTable:
         itl_s: Sequence[Sequence[float]],
     ) -> None:
         """`itl_s` [len(active)][len(context)]."""
-        self.isl = _increasing("prefill_isl", isl)
-        self.active = _increasing("x_kv_usage", active)
-        self.context = _increasing("y_context_length", context)
+        self.isl = Axis("prefill_isl", isl).points
+        self.active = Axis("x_kv_usage", active).points
+        self.context = Axis("y_context_length", context).points
         times = checked("prefill_ttft", ttft_s, above=0.0)
         if len(times) != len(self.isl):
             raise ConfigError(f"prefill_ttft: {len(times)} values, prefill_isl has {len(self.isl)}")
@@ -206,11 +206,3 @@ def _capacity(arrays: Mapping[str, Floats]) -> int:
     if len(value) != 1 or value.dtype.kind not in "fiu" or not 1 <= value[0] < 2**53:
         raise ConfigError(f"max_kv_tokens={value.tolist()}: must be one number of 1 or more")
     return int(value[0])
-
-
-def _increasing(name: str, values: Sequence[float]) -> list[float]:
-    found = list(checked(name, values, least=0.0))
-    for i in range(1, len(found)):
-        if found[i] <= found[i - 1]:
-            raise ConfigError(f"{name}[{i}]={found[i]:g} after {found[i - 1]:g}: must increase")
-    return found

@@ -87,9 +87,7 @@ def _cdf(title: str, xlabel: str, of: _Of, what: str = "requests") -> _Panel:
     """Distributions."""
 
     def draw(axes: "Axes", traces: Traces) -> None:
-        lines = [
-            Line(name, of(each), look=_look(i)) for i, (name, each) in enumerate(traces.items())
-        ]
+        lines = [Line(name, of(each), _look(i)) for i, (name, each) in enumerate(traces.items())]
         draw_cdf(axes, lines[::-1])  # the first is drawn on top
         for line in axes.lines if len(traces) > 1 else []:
             if line.get_label() == SOURCE:  # a broad band under lines that would hide it

@@ -8,7 +8,7 @@ import numpy as np
 
 from mallee.synth.analysis.analysis import Analysis, analyze
 from mallee.synth.compare.copies import copies
-from mallee.synth.compare.gates import COPIES, DRIFT, GATES, Outcome, Value, compare, outcomes
+from mallee.synth.compare.gates import COPIES, DRIFT, Value, compare
 from mallee.synth.compare.lengths import Maker, drift, ideal_hit_rates
 from mallee.synth.compare.replays import MAX_REQUESTS, Replayer, Replays, Stage, stage_for
 from mallee.synth.compare.views import Shows, halves, shared_views, shows, view
@@ -107,13 +107,6 @@ def compare_model(source: Source, model: Maker, seed: int, *, with_lengths: bool
     rates = ideal_hit_rates(model, len(trace), seed, rule=trace.rule)
     apart = drift(rates) if trace.num_blocks else Value(None, "the source has no blocks")
     return found._replace(values=found.values | {DRIFT: apart}, hit_rates=rates)
-
-
-def lost_gates(model: Maker, trace: Trace) -> list[Outcome]:
-    """The gates that one draw of `model` misses against `trace`."""
-    source = Source(Reading(lambda _: model.generate(requests=len(trace), seed=1)), trace, None)
-    values = compare_model(source, model, 1, with_lengths=False).values
-    return [each for each in outcomes([values], GATES) if each.verdict == "FAIL"]
 
 
 def noises(source: Source) -> dict[str, list[dict[str, Value]]]:

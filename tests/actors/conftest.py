@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
+from bench.doubles.bus import LocalBus, LocalHub
+from bench.doubles.forward import MockForward
+from bench.doubles.random_model import random_model
 from mallee.actors.hosting.engine import add_engine
 from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.worker import Capacity
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.ids import Incarnation, WorkerId
-from mallee.testing.bus import LocalBus, LocalHub
-from mallee.testing.forward import MockForward
-from mallee.testing.random_model import random_model
 from mallee.worker.engine import Engine
 from mallee.worker.forward import ForwardBatch, Logits
 from mallee.worker.records import EngineConfig

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from bench.doubles.bus import LocalBus, LocalHub
+from bench.doubles.random_model import random_model
 from mallee.actors.build import Surroundings, load_forward, make_engine
 from mallee.actors.hosting.engine import add_engine
 from mallee.actors.hosting.host import Host
@@ -22,8 +24,6 @@ from mallee.protocol.ids import COMMON, Incarnation, RequestId, WorkerId
 from mallee.protocol.messages import Demote, Fork, Limits, Prefill, Sampling, pack_tokens
 from mallee.runtime.config import AppConfig
 from mallee.runtime.transport.greeting import Secret
-from mallee.testing.bus import LocalBus, LocalHub
-from mallee.testing.random_model import random_model
 from mallee.worker.engine import Engine
 from mallee.worker.storage.files import CATALOGUE
 from mallee.worker.transfer.values import DISK

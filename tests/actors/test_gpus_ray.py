@@ -5,7 +5,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from mallee.testing.random_model import random_model
+from bench.doubles.random_model import random_model
 from support.ray_marks import PROCESS_MARKS
 from support.serve_command import serving
 from support.tokenizers_made import byte_level

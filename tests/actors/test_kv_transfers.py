@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from bench.doubles.bus import LocalBus, LocalHub
 from mallee.actors import build
 from mallee.actors.build import WorkerProcess, build_worker
 from mallee.actors.hosting.host import Host
@@ -30,7 +31,6 @@ from mallee.protocol.parcels import Parcel, decode_reports
 from mallee.protocol.subjects import Subjects
 from mallee.runtime.config import AppConfig
 from mallee.runtime.transport.greeting import Secret
-from mallee.testing.bus import LocalBus, LocalHub
 from mallee.worker.transfer.prices import MeasuredPrices
 from mallee.worker.transfer.values import Ask
 from support.expositions import check_exposition

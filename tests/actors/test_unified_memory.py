@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from bench.doubles.random_model import random_model
+from bench.doubles.structures import MockStructures
 from mallee.actors.build import tiers_below
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import (
@@ -18,8 +20,6 @@ from mallee.protocol.messages import (
     pack_tokens,
 )
 from mallee.runtime.config import AppConfig
-from mallee.testing.random_model import random_model
-from mallee.testing.structures import MockStructures
 from mallee.worker.engine import Engine
 from mallee.worker.memory.budget import GIB, DeviceMemory, Room
 from mallee.worker.model.runner import TorchForward, load

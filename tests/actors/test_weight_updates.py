@@ -3,13 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+from bench.doubles.random_model import random_model
 from mallee.actors.build import ALONE, ModelSource
 from mallee.protocol.hashing import as_tokens
 from mallee.protocol.ids import Incarnation
 from mallee.protocol.messages import Generate, Limits, pack_tokens
 from mallee.router.dispatch.jobs import GenerateJob
 from mallee.runtime.config import AppConfig
-from mallee.testing.random_model import random_model
 from support.driving import drive, engine_over
 from support.live_fleet import LiveFleet
 from support.tiny_fleet import tiny_fleet

@@ -17,6 +17,7 @@ import pytest
 from anyio.from_thread import start_blocking_portal
 from starlette.applications import Starlette
 
+from bench.doubles.bus import LocalBus, LocalHub
 from mallee.api.api import (
     DEFAULT_CHATS,
     ApiSettings,
@@ -45,7 +46,6 @@ from mallee.router.router import Router
 from mallee.runtime.config import ChatSettings, HttpSettings
 from mallee.runtime.proxy.server import Server
 from mallee.runtime.tasks import Tasks
-from mallee.testing.bus import LocalBus, LocalHub
 from support.any_gateway import IS_ON
 from support.live_api import serving
 from support.plain_ids import SCOPES

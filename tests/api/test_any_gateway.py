@@ -4,10 +4,10 @@ from typing import Any
 
 import httpx
 
+from bench.doubles.random_model import random_model
 from mallee.api.text.chat import ChatTemplate
 from mallee.api.text.families import FAMILIES
 from mallee.gateway.gateway import Gateway
-from mallee.testing.random_model import random_model
 from support.any_gateway import OPTIONS, any_gateway
 from support.live_api import api_over, serving
 from support.tiny_fleet import post, tiny_fleet

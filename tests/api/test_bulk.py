@@ -10,6 +10,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.doubles.random_model import random_model
 from mallee.api.capsules import bulk
 from mallee.api.capsules.bulk import TIERS
 from mallee.gateway.access.access import Access
@@ -18,7 +19,6 @@ from mallee.gateway.capsules.capsules import CapsuleInfo
 from mallee.protocol.errors import StorageFailed, UnknownCapsule
 from mallee.protocol.ids import CapsuleId, Scope, WorkerId
 from mallee.protocol.messages import CapsuleStatus
-from mallee.testing.random_model import random_model
 from support.examples import examples
 from support.plain_ids import SCOPES
 from support.tiny_fleet import post, tiny_api

@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from mallee.testing.random_model import random_model
+from bench.doubles.random_model import random_model
 from mallee.worker.records import EngineConfig
 from support.tiny_fleet import BLOCK, post, tiny_api
 from support.volumes import volume_tiers

@@ -8,12 +8,12 @@ from typing import Any
 import httpx
 import pytest
 
+from bench.doubles.bus import LocalHub
 from mallee.api.entry import idempotency
 from mallee.api.entry.idempotency import GRACE_S
 from mallee.gateway.access.access import Access
 from mallee.protocol.errors import Overloaded, Unavailable
 from mallee.runtime.config import HttpSettings
-from mallee.testing.bus import LocalHub
 from support.any_gateway import one_gateway
 from support.live_api import serving
 from support.waiting import elapse, until

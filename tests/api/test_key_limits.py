@@ -8,11 +8,11 @@ import httpx
 import pytest
 import yaml
 
+from bench.doubles.random_model import random_model
 from mallee.api.text.chat import ChatTemplate
 from mallee.api.text.families import FAMILIES
 from mallee.gateway.access.access import Access
 from mallee.gateway.access.keys import new_key
-from mallee.testing.random_model import random_model
 from support.live_api import keyed, served
 from support.plain_ids import scopes_at
 from support.tiny_fleet import tiny_fleet, two_gateways

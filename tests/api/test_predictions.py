@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
+from bench.doubles.random_model import random_model
 from mallee.client import AsyncMallee
-from mallee.testing.random_model import random_model
 from mallee.worker.records import EngineConfig
 from mallee.worker.speculation.speculator import SpeculationConfig
 from support.live_fleet import LiveFleet

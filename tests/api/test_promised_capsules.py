@@ -10,14 +10,14 @@ from typing import Any
 import httpx
 import pytest
 
+from bench.doubles.forward import MockForward
+from bench.doubles.random_model import random_model
 from mallee.client import AsyncGraphRun, AsyncMallee, Graph, Timeout
 from mallee.gateway.access.access import Access
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import CapsulesFull, Saturated
 from mallee.protocol.ids import CapsuleId
 from mallee.router.config import RouterConfig
-from mallee.testing.forward import MockForward
-from mallee.testing.random_model import random_model
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
 from support.gated import Gate

@@ -7,10 +7,10 @@ from typing import Any
 import httpx
 import pytest
 
+from bench.doubles.random_model import random_model
 from mallee.actors.kv_transfer.client import KvClient
 from mallee.protocol.ids import WorkerId
 from mallee.runtime.transport.greeting import Secret
-from mallee.testing.random_model import random_model
 from mallee.worker.engine import MakeTiers
 from mallee.worker.transfer.prices import MeasuredPrices
 from support.any_gateway import one_gateway

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from bench.doubles.random_model import random_model
 from mallee.api.text.chat import ChatTemplate
 from mallee.client import AsyncMallee
 from mallee.protocol.messages import ReasoningBudget
 from mallee.runtime.config import HttpSettings
-from mallee.testing.random_model import random_model
 from support.live_api import CharTokenizer
 from support.tiny_fleet import post, tiny_api
 

@@ -6,9 +6,9 @@ from typing import Any
 import httpx
 import pytest
 
+from bench.doubles.random_model import RandomModel, random_model
 from mallee.client import AsyncMallee
 from mallee.protocol.errors import UnknownBranch, UnknownCapsule
-from mallee.testing.random_model import RandomModel, random_model
 from support.any_gateway import one_gateway
 from support.live_fleet import LiveFleet, lose
 from support.tiny_fleet import chunks_of, post, tiny_api

@@ -8,10 +8,10 @@ import anyio
 import pytest
 from anyio.to_thread import run_sync
 
+from bench.doubles.random_model import random_model
 from mallee.api.text.chat import ChatTemplate
 from mallee.api.text.families import FAMILIES
 from mallee.client import Graph, Mallee
-from mallee.testing.random_model import random_model
 from support.tiny_fleet import tiny_api
 
 pytestmark = pytest.mark.real_time  # its clients block in threads

@@ -5,9 +5,9 @@ from typing import Any
 
 import httpx
 
+from bench.doubles.random_model import random_model
 from mallee.api.text.chat import ChatTemplate
 from mallee.api.text.families import FAMILIES
-from mallee.testing.random_model import random_model
 from support.tiny_fleet import post, two_gateways
 from support.waiting import elapse
 

@@ -12,10 +12,10 @@ import pytest
 from anthropic import beta_async_tool
 from msgspec import structs
 
+from bench.doubles.random_model import random_model
 from mallee.api.text.chat import ChatTemplate
 from mallee.api.text.families import FAMILIES
 from mallee.runtime.config import HttpSettings
-from mallee.testing.random_model import random_model
 from support.live_api import keyed
 from support.plain_ids import scopes_at
 from support.tiny_fleet import tiny_api

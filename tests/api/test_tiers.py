@@ -8,10 +8,10 @@ from typing import Any
 import httpx
 import pytest
 
+from bench.doubles.random_model import RandomModel, random_model
 from mallee.client import AsyncMallee
 from mallee.protocol.errors import InvalidParameter
 from mallee.protocol.ids import COMMON, WorkerId
-from mallee.testing.random_model import RandomModel, random_model
 from mallee.worker.engine import MakeTiers
 from mallee.worker.storage.files import owned_capsules
 from support.live_fleet import LiveFleet, lose

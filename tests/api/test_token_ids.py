@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.doubles.random_model import random_model
 from mallee.api.text.chat import ChatTemplate
 from mallee.client import AsyncMallee
-from mallee.testing.random_model import random_model
 from support.live_fleet import lose
 from support.tiny_fleet import chunks_of, post, tiny_api
 

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
+from bench.doubles.random_model import RandomModel, random_model
 from mallee.api.text.chat import ChatTemplate
 from mallee.api.text.families import FAMILIES
-from mallee.testing.random_model import RandomModel, random_model
 from support.live_fleet import LiveFleet, lose
 from support.plain_ids import scopes_at
 from support.tiny_fleet import BLOCK, chunks_of, post, tiny_api

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from bench.doubles.random_model import random_model
 from bench.engine import matrix, sanity
-from mallee.testing.random_model import random_model
 from mallee.worker.model.config import FAMILIES
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -20,6 +20,8 @@ from anyio.to_thread import run_sync
 
 from bench import agents, weights
 from bench.contention.processes import Share, together
+from bench.doubles.envoy import find_envoy
+from bench.doubles.random_model import random_model
 from bench.engine import masks, speculation
 from bench.gateway import load
 from bench.gpu.shapes import BLOCK_SIZE, TINY_SCALE
@@ -28,9 +30,7 @@ from bench.search import clients, compare, ways
 from bench.search.peer import beam_of_ours, mcts_of_ours, mcts_of_vllm, samples
 from bench.serve.__main__ import Scale, bench
 from bench.serve.sides import Programs
-from mallee.testing.envoy import find_envoy
 from mallee.testing.nodes import network
-from mallee.testing.random_model import random_model
 from support.benches import ROOT, run_bench
 from support.grammar_lab import train
 from support.mock_scene import make_folder

@@ -14,6 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.doubles.bus import LocalBus
+from bench.doubles.forward import linear_tokens
 from mallee.gateway.requests.deltas import Delta
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.codec import encode
@@ -25,8 +27,6 @@ from mallee.protocol.messages import Limits, Sampling
 from mallee.protocol.subjects import Subjects
 from mallee.router.config import RouterConfig
 from mallee.router.dispatch.jobs import ForkJob, GenerateJob, PrefillJob
-from mallee.testing.bus import LocalBus
-from mallee.testing.forward import linear_tokens
 from support.index_contents import held
 from support.live_fleet import LiveFleet, collect, running
 from support.virtual import threads

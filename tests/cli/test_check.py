@@ -9,11 +9,11 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from bench.doubles.quantized import quantization_config
+from bench.doubles.random_model import random_model
 from mallee.cli.main import cli
 from mallee.protocol.errors import ConfigError
 from mallee.runtime.proxy.direct import ENVIRONMENT
-from mallee.testing.quantized import quantization_config
-from mallee.testing.random_model import random_model
 from support.mock_scene import make_folder
 
 ROOT = Path(__file__).parents[2]

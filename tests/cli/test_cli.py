@@ -12,6 +12,7 @@ from anyio.to_thread import run_sync
 from rich.console import Console
 from typer.testing import CliRunner
 
+from bench.doubles.random_model import random_model
 from mallee import __version__
 from mallee.cli.demo import command as demo
 from mallee.cli.demo.search import ANSWER_TOKENS, search_table, searched, verdict
@@ -19,7 +20,6 @@ from mallee.cli.main import cli, main
 from mallee.cli.options import require_serve_extra
 from mallee.client import Mallee
 from mallee.protocol.errors import ConfigError, ModelNotFound
-from mallee.testing.random_model import random_model
 from mallee.worker.model.loading.source import (
     STAMP,
     default_cache_dir,

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from bench.doubles.quantized import quantized_model
+from bench.doubles.random_model import random_model
 from mallee.cli.main import cli
 from mallee.protocol.errors import ConfigError, ModelNotFound
-from mallee.testing.quantized import quantized_model
-from mallee.testing.random_model import random_model
 from mallee.worker.model import runner
 
 pytestmark = pytest.mark.usefixtures("one_thread")

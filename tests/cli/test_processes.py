@@ -22,13 +22,13 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+from bench.doubles.random_model import random_model
 from mallee.cli.demo.text import QUESTIONS
 from mallee.cli.doctor import machine as doctor
 from mallee.cli.main import cli
 from mallee.protocol.errors import MalleeError, ModelError
 from mallee.runtime.addresses import free_port
 from mallee.sessions.record import Got, Placed, read
-from mallee.testing.random_model import random_model
 from support.brokers import OpenBroker
 from support.mock_scene import make_folder
 

@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
+from bench.doubles.random_model import random_model
 from mallee.actors.build import make_engine
 from mallee.cli.main import cli
 from mallee.protocol.errors import CodecError, ConfigError, IncompatibleCapsule
@@ -17,7 +18,6 @@ from mallee.protocol.messages import Fork, Generate, Grammar, Limits, Sampling, 
 from mallee.protocol.model import WeightVersion
 from mallee.runtime.config import AppConfig
 from mallee.sessions.record import Asked, Stopped, frame, read
-from mallee.testing.random_model import random_model
 from mallee.worker.model.loading.checkpoint import weights_digest
 from mallee.worker.model.runner import load
 from support.mock_scene import make_folder

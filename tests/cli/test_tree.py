@@ -10,10 +10,10 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from typer.testing import CliRunner
 
+from bench.doubles.random_model import random_model
 from mallee.cli.main import cli
 from mallee.cli.tree import grow
 from mallee.protocol.errors import InvalidParameter
-from mallee.testing.random_model import random_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

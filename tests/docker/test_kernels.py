@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from bench.doubles.quantized import quantization_config
+from bench.doubles.random_model import random_model
 from mallee.protocol.errors import ConfigError
-from mallee.testing.quantized import quantization_config
-from mallee.testing.random_model import random_model
 from mallee.testing.random_weights import SHAPES
 from mallee.worker.model.backend import choose_backend
 from mallee.worker.model.config import ModelConfig

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 from anyio.to_thread import run_sync
 
+from bench.doubles.random_model import random_model
 from examples import debate, langgraph_agents
 from examples.debate import PERSONAS
 from examples.langgraph_agents import Agents, State, compiled
 from mallee.api.text.chat import ChatTemplate
 from mallee.api.text.families import FAMILIES
 from mallee.client import Mallee
-from mallee.testing.random_model import random_model
 from support.langgraph_stand_in import stand_in
 from support.live_fleet import LiveFleet
 from support.tiny_fleet import tiny_api

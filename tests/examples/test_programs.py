@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from anyio.to_thread import run_sync
 
+from bench.doubles.random_model import random_model
+from bench.doubles.structures import MockMatcher, MockStructures
 from mallee.api.text.chat import ChatTemplate
 from mallee.api.text.families import FAMILIES
-from mallee.testing.random_model import random_model
-from mallee.testing.structures import MockMatcher, MockStructures
 from support.file_server import file_server
 from support.langgraph_stand_in import stand_in
 from support.tiny_fleet import tiny_api

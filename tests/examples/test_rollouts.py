@@ -9,11 +9,11 @@ import httpx
 import pytest
 from anyio.to_thread import run_sync
 
+from bench.doubles.random_model import random_model
 from examples.rollouts import PROMPT, MixedWeights, advantages, main, reward, rollouts
 from mallee.client import InvalidParameter, Mallee
 from mallee.mocker.passes import mock_spec
 from mallee.router.config import RouterConfig
-from mallee.testing.random_model import random_model
 from support.live_api import served
 from support.live_fleet import LiveFleet, running
 from support.tiny_fleet import tiny_api

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.doubles.workloads import made
 from mallee.figures import page, style, text
-from mallee.figures.charts import Line, cdf_figure, curves_figure
 from mallee.figures.replays import run_charts
 from mallee.figures.replays.write import CSV_COLUMNS, write_csv, write_report
 from mallee.mocker.replay.config import ReplayConfig
@@ -22,7 +22,6 @@ from mallee.mocker.replay.result import Result
 from mallee.mocker.replay.run import replay
 from mallee.mocker.timing import Fixed, Timing
 from mallee.protocol.errors import ConfigError
-from mallee.testing.workloads import made
 from mallee.traces.workload import Request
 
 NAN = float("nan")
@@ -112,30 +111,14 @@ def test_without_matplotlib_one_line_names_the_extra(
 # Figures
 
 
-def test_figures_take_the_colours_of_the_page(tmp_path: Path) -> None:
-    line = Line("cost", np.array([1.0, 10.0, np.inf]))
-    figure = cdf_figure([line, Line("nobody", np.empty(0))], title="T", xlabel="ms")
+def test_figures_take_the_colours_of_the_page() -> None:
+    figure = run_charts.latency_figure(make_result())
     svg = style.to_svg(figure)
     assert svg.startswith("<svg")
     assert "currentColor" in svg
     assert "var(--grid)" in svg
     assert style.INK not in svg
     assert ET.fromstring(svg).get("width") is None
-
-
-def test_curves_show_exactly_the_values_that_were_tried() -> None:
-    x = np.array([256.0, 1024.0, 3000.0])
-    figure = curves_figure(
-        [Line("round_robin", x, np.array([1.0, 2.0, 3.0]))],
-        title="T",
-        xlabel="x",
-        ylabel="y",
-        ceiling=(4.0, "endless"),
-    )
-    axes = figure.axes[0]
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["256", "1,024", "3,000"]
-    assert axes.get_legend_handles_labels()[1] == ["round robin"]
-    assert axes.get_ylim()[1] > 4.0
 
 
 @given(st.lists(st.tuples(st.floats(0, 100), st.floats(0, 50)), min_size=1, max_size=40))

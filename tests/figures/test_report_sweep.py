@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from mallee.cli.main import cli
-from mallee.figures.replays.scenes import Conditions, all_jobs, ideal_hit_rate, make_figures
+from mallee.figures.replays.sweep_charts import pareto_figure
 from mallee.figures.replays.write_sweep import (
     CSV_COLUMNS,
     about_seeds,
@@ -41,9 +41,7 @@ from mallee.mocker.sweeps.trials import Trials
 from mallee.mocker.timing.files import GridData, TimingFile
 from mallee.mocker.timing.grid import Decodes, Prefills
 from mallee.protocol.errors import ConfigError
-from mallee.traces.made import fan_out_workload, sessions_workload
 from mallee.traces.read import read_workload
-from mallee.traces.workload import Request, Workload
 
 DATA = Path(__file__).resolve().parents[1] / "traces" / "data"
 TRACE = DATA / "mooncake.jsonl"
@@ -66,7 +64,7 @@ def made_run(ttft_ms: float = 1.0, goodput: float = 1.0, slo_share: float = 1.0)
         "digest": f"{ttft_ms}",
         "duration_s": 1800.0,
     }
-    return Run(summary, {"trace": "t", "engines": 1, "gpus": 4}, np.full(1001, ttft_ms), {})
+    return Run(summary, {"trace": "t", "engines": 1, "gpus": 4}, np.full(1001, ttft_ms))
 
 
 def fleet(engines: int, blocks: int, ttft_ms: float, goodput: float, share: float = 1.0) -> Fleet:
@@ -241,7 +239,7 @@ def test_a_measured_timing_is_known_by_the_content_of_its_file(tmp_path: Path) -
         return ReplayConfig(timing=str(tmp_path / "cpu.json"), kv_tokens=65_536)
 
     path = tmp_path / "trials.jsonl"
-    Trials(path, "o").add(save(0.01), Run({}, {}, np.array([1.0]), {}))
+    Trials(path, "o").add(save(0.01), Run({}, {}, np.array([1.0])))
     assert Trials(path, "o").find(save(0.01)) is not None
     assert Trials(path, "o").find(save(0.02)) is None
 
@@ -279,6 +277,8 @@ def test_a_fleet_over_seeds_has_medians_and_intervals_and_is_written_down(tmp_pa
     assert found.smallest_good(LOAD) is None, "one seed is too slow"
     assert "Medians of 3 seeds" in about_seeds(found)
     assert found.as_json()["confidence"] == 0.75
+    axes = pareto_figure(found).axes[0]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["2", "4"], "what was tried"
     paths = write_sweep(found, tmp_path)
     assert [path.name for path in paths] == ["sweep.csv", "sweep.json", "pareto.png", "sweep.html"]
     with paths[0].open(newline="") as file:
@@ -310,11 +310,8 @@ def test_a_fleet_over_seeds_has_medians_and_intervals_and_is_written_down(tmp_pa
         (["sweep", str(TRACE), "--timing", "abacus"], "abacus"),
         (["sweep", str(TRACE), "--processes", "0"], "--processes=0"),
         (["sweep", str(TRACE), "--good-share", "2"], "good_share=2"),
-        (["figures", "--out", "x", "--trace", "none.jsonl"], "no such file"),
         (["sweep", str(TRACE), "--requests", "0"], "--requests=0"),
         (["sweep", str(TRACE), "--slo-itl-ms", "0"], "--slo-itl-ms=0"),
-        (["figures", "--out", "x", "--requests", "0"], "--requests=0"),
-        (["figures", "--out", "x", "--speedup", "0"], "speedup=0.0: give more than 0"),
     ],
 )
 def test_wrong_options_are_named(
@@ -324,84 +321,3 @@ def test_wrong_options_are_named(
     done = CliRunner().invoke(cli, arguments)
     assert isinstance(done.exception, ConfigError)
     assert says in str(done.exception)
-
-
-# The three figures
-
-
-@pytest.mark.slow
-def test_the_three_figures_come_from_one_call(tmp_path: Path) -> None:
-    conditions = Conditions(
-        engines=2,
-        kv_tokens=32_768,
-        policies=("cost", "round_robin"),
-        cache_policies=("cost",),
-        cache_tokens=(16_384, 32_768),
-        fan_engines=2,
-        fan_children=(1, 4),
-        fan_tokens=65_536,
-        prefix_tokens=256,
-        suffix_tokens=16,
-        output_tokens=4,
-    )
-    trace = partial(sessions_workload, 40, seed=1)
-    jobs = all_jobs(trace, conditions)
-    assert len(jobs) == 2 + 1 + 3 * 2  # the one at 32,768 tokens serves two figures
-    made = make_figures(trace, tmp_path, conditions, processes=1)
-    assert {path.name for path in made.paths} == {
-        *("figures.json", "figures.html"),
-        *("ttft_by_policy.png", "hit_rate_by_cache.png", "fanout_spill.png"),
-    }
-    data = json.loads((tmp_path / "figures.json").read_text())
-    assert data["hit_rate"]["cost"][0] <= data["hit_rate"]["cost"][1] <= data["hit_rate"]["ideal"]
-    assert set(data["ttft_ms"]) == {"cost", "round_robin"}
-    assert all(len(data["slowest_child_ms"][name]) == 2 for name in data["slowest_child_ms"])
-
-
-def test_an_endless_cache_holds_whole_blocks_that_were_there_before() -> None:
-    def read() -> list[Request]:
-        return [
-            Request(0, 0.0, [1, 2, 3], 25, 1),
-            Request(1, 0.0, [1, 2, 3], 25, 1),  # 3 ids known, 2 of them whole
-            Request(2, 0.0, [1, 2], 20, 1),  # all known, but the last token is computed
-            Request(3, 0.0, [9], 10, 1),
-        ]
-
-    workload = Workload("w", 10, lambda: iter(read()))
-    assert ideal_hit_rate(workload) == (20 + 10) / (25 + 25 + 20 + 10)
-
-
-# Workloads that are made up
-
-
-def test_made_sessions_grow_turn_by_turn_at_the_rate_asked_for() -> None:
-    workload = sessions_workload(3000, seed=3, per_s=5.0)
-    requests = list(workload)
-    assert requests == list(workload)
-    assert len(requests) == 3000
-    assert requests != list(sessions_workload(3000, seed=4, per_s=5.0))
-    assert requests[-1].arrival_s == pytest.approx(600, rel=0.2)
-    last: dict[str, Request] = {}
-    for request in requests:
-        before = last.get(request.session)
-        if before is not None:
-            assert list(request.ids)[: len(before.ids)] == list(before.ids)
-        last[request.session] = request
-        assert len(request.ids) == -(-request.input_tokens // 512)
-
-
-@pytest.mark.parametrize("as_forks", [True, False])
-def test_made_fan_outs_ask_for_the_same_in_two_ways(as_forks: bool) -> None:
-    parent, *children = fan_out_workload(
-        3, prefix_tokens=64, suffix_tokens=20, output_tokens=5, as_forks=as_forks
-    )
-    assert (parent.input_tokens, parent.output_tokens) == (64, 0)
-    if as_forks:
-        (fork,) = children
-        assert (fork.parent, fork.branches, fork.input_tokens) == (0, 3, 20)
-        assert parent.num_children == 1
-    else:
-        assert [c.wait_for for c in children] == [(0,)] * 3
-        assert [c.input_tokens for c in children] == [84] * 3
-        assert len({tuple(c.ids) for c in children}) == 3
-        assert {tuple(c.ids)[:4] for c in children} == {(0, 1, 2, 3)}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from bench.doubles.bus import LocalBus, LocalHub
 from mallee.gateway.capsules import texts
 from mallee.gateway.gateway import Gateway
 from mallee.gateway.peers import Peers
@@ -29,7 +30,6 @@ from mallee.protocol.messages import Delete, Limits
 from mallee.protocol.subjects import BusRole
 from mallee.router.config import RouterConfig
 from mallee.router.dispatch.jobs import ForkJob, GenerateJob, PrefillJob
-from mallee.testing.bus import LocalBus, LocalHub
 from support.live_fleet import LiveFleet, collect, kill_gateway, lose, running
 from support.plain_ids import scopes_at
 from support.waiting import elapse, until

@@ -6,6 +6,8 @@ from functools import partial
 
 import pytest
 
+from bench.doubles.bus import LocalBus
+from bench.doubles.forward import linear_tokens
 from mallee.gateway.requests.deltas import DeltaQueue
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import SlowReader, StoreFull
@@ -14,8 +16,6 @@ from mallee.protocol.ids import COMMON, branch_seed
 from mallee.protocol.messages import Limits, Sampling
 from mallee.router.config import RouterConfig
 from mallee.router.dispatch.jobs import ForkJob, GenerateJob, PrefillJob, QueueTerms
-from mallee.testing.bus import LocalBus
-from mallee.testing.forward import linear_tokens
 from support.live_fleet import LiveFleet, collect, running
 from support.waiting import elapse, until
 

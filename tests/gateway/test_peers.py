@@ -4,9 +4,9 @@ from collections.abc import Collection
 
 import pytest
 
+from bench.doubles.bus import LocalBus, LocalHub
 from mallee.gateway.peers import SETTLE_S, Peers, PeerSilent
 from mallee.protocol.ids import Scope
-from mallee.testing.bus import LocalBus, LocalHub
 from support.plain_ids import SCOPES
 
 

@@ -4,6 +4,7 @@ from contextlib import AbstractAsyncContextManager
 
 import pytest
 
+from bench.doubles.forward import linear_tokens
 from mallee.gateway.gateway import Gateway
 from mallee.gateway.requests.deltas import Delta
 from mallee.gateway.requests.request import RunningRequest
@@ -15,7 +16,6 @@ from mallee.protocol.messages import Limits, Sampling
 from mallee.router.config import CostModel, RouterConfig, SpillModel
 from mallee.router.dispatch.jobs import ForkJob, PrefillJob
 from mallee.router.dispatch.shards import Shard
-from mallee.testing.forward import linear_tokens
 from support.live_fleet import LiveFleet, collect, lose, running
 from support.waiting import until
 

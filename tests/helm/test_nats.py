@@ -10,10 +10,10 @@ import pytest
 import yaml
 from nats.aio.client import Client
 
+from bench.doubles.vllm_pod import VllmPod
 from mallee.runtime.bus.access import BrokerAccess
 from mallee.runtime.bus.buckets import BucketSpec, Stored
 from mallee.runtime.bus.nats import NatsBus
-from mallee.testing.vllm_pod import VllmPod
 from support import pickers
 from support.chart import MINIMAL, PICKERS, objects, one
 from support.chart_nats import Servers, running

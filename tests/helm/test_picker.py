@@ -11,13 +11,13 @@ import pytest
 import typer
 import yaml
 
+from bench.doubles.vllm_pod import VllmPod
 from mallee.actors.front.front import DRAIN_S
 from mallee.actors.front.picker.config import PickerConfig
 from mallee.actors.front.picker.picker import Picker
 from mallee.actors.front.pods.kubernetes import ApiServer, PoolEndpoints, PoolSpec
 from mallee.cli.main import cli
 from mallee.cli.serving.fronts import FrontOptions, make_front_config
-from mallee.testing.vllm_pod import VllmPod
 from support.chart import CHART, MINIMAL, PICKERS, Object, merged, objects, one, pods, rendered
 from support.pickers import Proxy
 from support.pool_api import PODS, POOLS, FakeApi, pod, pool

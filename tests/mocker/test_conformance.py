@@ -7,13 +7,13 @@ import msgspec.structs as structs
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
+from bench.doubles.forward import MockForward
+from bench.doubles.random_model import random_model
 from mallee.mocker.engine import MockedEngine
 from mallee.mocker.passes import mock_spec
 from mallee.mocker.texts import Texts
 from mallee.mocker.timing import Timing
 from mallee.protocol.model import GroupSpec
-from mallee.testing.forward import MockForward
-from mallee.testing.random_model import random_model
 from support.asking import SIZE, Scene, random_scene
 from support.conforming import (
     TIMING,

@@ -9,13 +9,13 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.doubles.forward import MockForward, linear_tokens
 from bench.mocker.policies import Fcfs, make_order
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.events import Removed, Stored, unpack_hashes
 from mallee.protocol.hashing import block_hashes
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Generate, Limits, Sampling, Update, pack_tokens
-from mallee.testing.forward import MockForward, linear_tokens
 from mallee.worker.engine import Engine
 from mallee.worker.forward import ForwardBatch, Logits
 from mallee.worker.records import EngineConfig

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from bench.doubles.forward import MockForward
 from bench.mocker import fidelity_engine as fidelity
 from bench.mocker import fidelity_vllm as vllm
 from mallee.mocker.measure import Profiler, Sweep
@@ -12,7 +13,6 @@ from mallee.mocker.passes import mock_spec
 from mallee.mocker.timing.files import GridData, TimingFile
 from mallee.mocker.timing.grid import Decodes, Prefills
 from mallee.protocol.ids import Incarnation, WorkerId
-from mallee.testing.forward import MockForward
 from mallee.worker.engine import Engine
 from mallee.worker.forward import Draw, ForwardBatch, Logits
 from mallee.worker.records import EngineConfig

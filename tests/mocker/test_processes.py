@@ -25,7 +25,7 @@ def test_the_digest_does_not_depend_on_the_process() -> None:
     code = (
         "from mallee.mocker.replay.config import ReplayConfig\n"
         "from mallee.mocker.replay.run import replay\n"
-        "from mallee.testing.workloads import forks\n"
+        "from bench.doubles.workloads import forks\n"
         "w = forks(6, 5, prefix_tokens=96, levels=2, output_tokens=9)\n"
         "c = ReplayConfig(engines=3, kv_tokens=1024, gateways=2, booking_lag_s=0.001)\n"
         "print(replay(w, c).summary['digest'])\n"
@@ -42,7 +42,7 @@ def test_the_digest_does_not_depend_on_the_process() -> None:
 
 def test_nothing_is_loaded_for_drawing_before_something_is_drawn() -> None:
     code = (
-        "import sys, mallee.figures.replays.write_sweep, mallee.figures.replays.scenes\n"
+        "import sys, mallee.figures.replays.write_sweep, mallee.figures.replays.write\n"
         "print({'matplotlib', 'asyncio', 'torch', 'ray', 'multiprocessing.connection'} & set(sys.modules))"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.doubles.workloads import made
 from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.replay.result import Result
 from mallee.mocker.replay.run import replay
 from mallee.mocker.replay.simulation import Simulation
 from mallee.mocker.timing import ClosedForm, Plane, Timing
-from mallee.testing.workloads import made
 from mallee.traces.workload import Request, Workload
 from support.examples import examples
 

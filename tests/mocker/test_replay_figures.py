@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.doubles.workloads import made
 from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.replay.fleet.faults import Crash, Join, Restart
 from mallee.mocker.replay.result import Wall, summarise
@@ -14,7 +15,6 @@ from mallee.mocker.sweeps.pool import keep
 from mallee.mocker.sweeps.sweep import Fleet, Sweep
 from mallee.mocker.timing import ClosedForm, Plane, Timing
 from mallee.router.dispatch.recovery.quarantine import QUIET_S
-from mallee.testing.workloads import made
 from mallee.traces.workload import Request, Workload
 from support.examples import examples
 

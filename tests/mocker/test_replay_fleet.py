@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from bench.doubles.workloads import forks, made, sessions, siblings
 from mallee.mocker.prices import cost_model
 from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.replay.result import Result, jain
 from mallee.mocker.replay.run import replay
 from mallee.mocker.replay.simulation import Simulation
 from mallee.mocker.timing import ClosedForm, Plane, Timing, load_timing
-from mallee.testing.workloads import forks, made, sessions, siblings
 from mallee.traces.workload import NO_PARENT, Request, Workload
 
 TIMING = load_timing("h200-llama-3.1-8b-fp8")

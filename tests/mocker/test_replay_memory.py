@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from bench.doubles.workloads import turns_in_any_order
 from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.replay.run import replay
-from mallee.testing.workloads import turns_in_any_order
 from mallee.traces.workload import Workload
 
 OTHERS = ("dynamo", "round_robin", "least_loaded", "prefix_only")

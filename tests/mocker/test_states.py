@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
+from bench.doubles.workloads import sessions, siblings
 from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.replay.run import replay
-from mallee.testing.workloads import sessions, siblings
 
 
 def test_a_hybrid_finds_nearly_what_a_dense_model_does() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from bench.doubles.workloads import agents, forks
 from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.replay.fleet.faults import parse_faults
 from mallee.mocker.replay.run import replay
@@ -18,7 +19,6 @@ from mallee.protocol.errors import ConfigError
 from mallee.protocol.events import Removed, Stored, unpack_hashes
 from mallee.protocol.ids import Incarnation, RequestId, WorkerId
 from mallee.protocol.messages import Cancel, Generate, Limits, Promote
-from mallee.testing.workloads import agents, forks
 from mallee.worker.sched.policy import SchedulerConfig
 from support.vllm_steps import CASES, SIZE, requests
 

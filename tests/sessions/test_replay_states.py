@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from msgspec.structs import replace
 
+from bench.doubles.forward import MockForward
+from bench.doubles.structures import MockStructures
 from mallee.protocol.messages import Fork, Generate, Grammar, Limits, Prefill, Sampling, pack_tokens
 from mallee.sessions.record import Got, frame, read
 from mallee.sessions.session import RecordedSession
-from mallee.testing.forward import MockForward
-from mallee.testing.structures import MockStructures
 from support.lending import record_of
 from support.recording import bad, replay_engine, replayed
 from support.session_driver import SPEC, SessionDriver

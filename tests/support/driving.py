@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+from bench.doubles.forward import MockForward
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.ids import Incarnation, WorkerId
-from mallee.testing.forward import MockForward
 from mallee.worker.engine import Engine
 from mallee.worker.forward import Draw
 from mallee.worker.records import EngineConfig

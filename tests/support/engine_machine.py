@@ -16,6 +16,9 @@ from hypothesis.stateful import (
     rule,
 )
 
+from bench.doubles.forward import MockForward, linear_tokens
+from bench.doubles.random_model import random_model
+from bench.doubles.structures import MockStructures
 from bench.mocker.policies import make_order
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.ids import branch_seed
@@ -34,9 +37,6 @@ from mallee.protocol.messages import (
     Update,
     pack_tokens,
 )
-from mallee.testing.forward import MockForward, linear_tokens
-from mallee.testing.random_model import random_model
-from mallee.testing.structures import MockStructures
 from mallee.worker.engine import Engine
 from mallee.worker.forward import DeviceForward, Draw, Drawing, Forward, ForwardBatch, Logits, Row
 from mallee.worker.kv.watch import KVChecks

@@ -5,9 +5,9 @@ from typing import Final
 
 import torch
 
+from bench.doubles.quantized import with_kv_scales
+from bench.doubles.random_model import random_model
 from mallee.protocol.messages import Capture, Generate, Grammar, Limits, Sampling, pack_tokens
-from mallee.testing.quantized import with_kv_scales
-from mallee.testing.random_model import random_model
 from mallee.worker.engine import Engine
 from mallee.worker.kv.paths import side_tables
 from mallee.worker.model.runner import TorchForward

@@ -10,12 +10,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench.doubles.random_model import random_model
 from mallee.actors.build import FileDesk, build_files
 from mallee.actors.kv_transfer.client import KvClient
 from mallee.client import AsyncMallee
 from mallee.runtime.config import AppConfig
 from mallee.runtime.transport.greeting import Secret, new_secret
-from mallee.testing.random_model import random_model
 from support.kv import ServedKv
 from support.live_fleet import LiveFleet
 from support.tiny_fleet import tiny_api

@@ -7,11 +7,11 @@ import msgspec
 import numpy as np
 import xxhash
 
+from bench.doubles.forward import MockForward, digest_of, linear_tokens
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.hashing import as_tokens
 from mallee.protocol.messages import Sampling
 from mallee.protocol.model import GroupSpec, ModelSpec
-from mallee.testing.forward import MockForward, digest_of, linear_tokens
 from mallee.worker.forward import ForwardBatch, Logits
 from mallee.worker.forward import Row as BatchRow
 from mallee.worker.kv.sides.group import row_spans

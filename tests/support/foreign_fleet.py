@@ -15,7 +15,7 @@ from mallee.actors.hosting.worker import Capacity
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.router.config import RouterConfig
-from mallee.testing.vllm_engine import FakeEngine
+from support.fake_vllm_engine import FakeEngine
 from support.live_fleet import LiveFleet
 
 BLOCK = 4

@@ -8,9 +8,9 @@ import numpy as np
 import tokenizers
 import torch
 
+from bench.doubles.forward import MockForward
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.messages import Generate, Grammar, Limits, Sampling, Update, pack_tokens
-from mallee.testing.forward import MockForward
 from mallee.worker.engine import Engine
 from mallee.worker.forward import Draw, ForwardBatch, Logits
 from mallee.worker.model.sampling.grammar import TokenGrammars

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from bench.doubles.random_model import random_model
 from mallee.client import AsyncMallee, GraphResult
-from mallee.testing.random_model import random_model
 from support.live_api import served
 from support.live_fleet import LiveFleet
 from support.tiny_fleet import tiny_fleet

@@ -7,6 +7,8 @@ from dataclasses import KW_ONLY, dataclass
 from itertools import count
 from typing import Any
 
+from bench.doubles.bus import LocalBus, LocalHub
+from bench.doubles.forward import MockForward
 from mallee.actors.hosting.engine import add_engine
 from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.weights import WeightSource
@@ -29,8 +31,6 @@ from mallee.router.sync.outbox import Outbox
 from mallee.runtime.bus.bus import Bus
 from mallee.runtime.telemetry.tracing.provider import Tracing
 from mallee.runtime.transport.link import Transport
-from mallee.testing.bus import LocalBus, LocalHub
-from mallee.testing.forward import MockForward
 from mallee.worker.engine import Engine, MakeTiers
 from mallee.worker.forward import Forward
 from mallee.worker.records import EngineConfig

@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
+from bench.doubles.bus import LocalBus, LocalHub
 from mallee.gateway.gateway import Gateway
 from mallee.mocker.engine import MockedEngine, Outcome
 from mallee.mocker.passes import mock_spec
@@ -47,7 +48,6 @@ from mallee.router.router import Router
 from mallee.router.sync.outbox import Outbox
 from mallee.router.sync.replicas import Replicas, Room
 from mallee.runtime.tasks import Tasks
-from mallee.testing.bus import LocalBus, LocalHub
 from mallee.traces.workload import NO_PARENT, Request
 from support.live_fleet import make_gateway
 from support.plain_ids import PlainIds

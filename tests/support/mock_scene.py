@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from bench.doubles.bus import LocalBus, LocalHub
 from mallee.actors.build import admission_config
 from mallee.actors.mock.fleet import MockFleet, MockPlan
 from mallee.gateway.access.access import Access
@@ -15,7 +16,6 @@ from mallee.gateway.sessions.copies import SessionLimits
 from mallee.router.config import RouterConfig
 from mallee.router.router import Router
 from mallee.runtime.config import AppConfig, put
-from mallee.testing.bus import LocalBus, LocalHub
 from support.live_fleet import make_gateway
 from support.local_transport import LocalTransport
 from support.tokenizers_made import byte_level

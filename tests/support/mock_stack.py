@@ -5,11 +5,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+from bench.doubles.bus import LocalBus, LocalHub
 from mallee.actors.build import GatewayProcess, build_gateway, build_router
 from mallee.actors.hosting.host import Host
 from mallee.actors.mock.fleet import MockPlan, build_mocked_workers, counted_names
 from mallee.runtime.config import AppConfig
-from mallee.testing.bus import LocalBus, LocalHub
 from support.live_api import serving
 from support.local_transport import SECRET, LocalTransport
 from support.waiting import until

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import grpc
 import grpc.aio
 
+from bench.doubles.vllm_pod import VllmPod
 from mallee.actors.front.picker import wire
 from mallee.actors.front.picker.config import PickerConfig
 from mallee.actors.front.picker.conversation import PIECE_NBYTES
 from mallee.actors.front.picker.picker import Picker
 from mallee.runtime.addresses import free_port
-from mallee.testing.vllm_pod import VllmPod
 from support.tokenizers_made import byte_level
 from support.waiting import until
 

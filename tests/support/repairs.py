@@ -1,6 +1,6 @@
 """A candidate that repairs the function of `examples/self_repair.py`, and a model for its runs."""
 
-from mallee.testing.random_model import random_model
+from bench.doubles.random_model import random_model
 
 MODEL = random_model("llama", 5, max_position_embeddings=16384, eos_token_id=None)
 

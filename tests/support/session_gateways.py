@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
+from bench.doubles.bus import LocalBus, LocalHub
 from mallee.gateway.peers import Peers
 from mallee.gateway.sessions.copies import SessionLimits
 from mallee.gateway.sessions.sessions import GatewaySessions
@@ -14,7 +15,6 @@ from mallee.protocol.hashing import NO_HASHES, as_tokens
 from mallee.protocol.ids import CapsuleId, RequestId, Scope
 from mallee.router.config import RouterConfig
 from mallee.router.dispatch.jobs import PrefillJob, QueueTerms
-from mallee.testing.bus import LocalBus, LocalHub
 from support.plain_ids import SCOPES
 
 SCOPE = Scope("a")

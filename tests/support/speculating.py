@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from bench.doubles.forward import digest_of
 from mallee.protocol.events import CapsuleStored, Event, Removed, Stored, unpack_hashes
 from mallee.protocol.messages import Command, TokenLogprobs
-from mallee.testing.forward import digest_of
 from mallee.worker.engine import Engine
 from mallee.worker.forward import Draw, ForwardBatch
 from mallee.worker.kv.paths import flatten

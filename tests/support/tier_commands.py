@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from bench.doubles.forward import linear_tokens
 from mallee.protocol.messages import Fork, Generate, Holder, Limits, Prefill, Sampling, pack_tokens
-from mallee.testing.forward import linear_tokens
 from support.tiers import LateMover
 
 SAMPLED = Sampling(temperature=1.0, seed=7)

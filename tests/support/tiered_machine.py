@@ -7,12 +7,12 @@ import msgspec
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
+from bench.doubles.random_model import random_model
 from bench.mocker.policies import make_order
 from mallee.protocol import model
 from mallee.protocol.events import Removed, Stored, unpack_hashes
 from mallee.protocol.ids import Incarnation
 from mallee.protocol.messages import CapsuleReply, Demote, Prefill, Promote, Sampling, pack_tokens
-from mallee.testing.random_model import random_model
 from mallee.worker.engine import MakeTiers
 from mallee.worker.forward import Forward
 from mallee.worker.model.runner import TorchForward

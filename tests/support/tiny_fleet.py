@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import httpx
 from starlette.applications import Starlette
 
+from bench.doubles.bus import LocalBus
+from bench.doubles.random_model import RandomModel
 from mallee.gateway.gateway import Gateway
 from mallee.router.config import RouterConfig
-from mallee.testing.bus import LocalBus
-from mallee.testing.random_model import RandomModel
 from support.any_gateway import IS_ON, OPTIONS, any_gateway
 from support.live_api import api_over, served, serving
 from support.live_fleet import LiveFleet, running

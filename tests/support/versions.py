@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from msgspec import structs
 
+from bench.doubles.forward import MockForward
 from mallee.actors.hosting.engine import make_worker
 from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.worker import Capacity, Worker
 from mallee.protocol.errors import WeightsMismatch
 from mallee.protocol.ids import Incarnation
 from mallee.protocol.model import WeightVersion
-from mallee.testing.forward import MockForward
 from mallee.worker.engine import MakeTiers
 from mallee.worker.forward import ForwardBatch, Logits
 from support.live_fleet import make_engine

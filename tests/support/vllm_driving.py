@@ -23,13 +23,13 @@ from typing import Any, Final
 
 import msgspec
 
+from bench.doubles.ports import free_ports
 from mallee.actors.front.pods.event_order import EventOrder
 from mallee.actors.front.pods.kv_events import PodContents, salt_of
 from mallee.protocol.events import Cleared, Event, Removed, Stored, unpack_hashes
 from mallee.protocol.hashing import block_hashes
 from mallee.protocol.ids import Incarnation
 from mallee.router.index.index import PrefixIndex
-from mallee.testing.ports import free_ports
 
 PYTHON: Final = "MALLEE_VLLM_PYTHON"
 FOLDER: Final = Path(__file__).parents[1] / "actors" / "front" / "recorded"

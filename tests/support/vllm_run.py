@@ -13,6 +13,7 @@ from typing import Any
 
 import zmq.asyncio
 
+from bench.doubles.bus import LocalBus, LocalHub
 from mallee.actors.build import resolve
 from mallee.actors.foreign.build import add_foreign
 from mallee.actors.foreign.texts import TextLimits
@@ -36,7 +37,6 @@ from mallee.protocol.messages import (
     pack_tokens,
 )
 from mallee.runtime.config import AppConfig
-from mallee.testing.bus import LocalBus, LocalHub
 from support.reading import Reader, batch
 
 BLOCK = 32

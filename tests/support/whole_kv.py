@@ -2,8 +2,8 @@
 
 import msgspec
 
+from bench.doubles.random_model import RandomModel
 from mallee.protocol.messages import Generate, Limits, Sampling, pack_tokens
-from mallee.testing.random_model import RandomModel
 from mallee.worker.model.runner import TorchForward
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig

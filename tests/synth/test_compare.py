@@ -16,10 +16,10 @@ from mallee.synth.compare.gates import COPIES, DRIFT, GATES, Gate, Value, outcom
 from mallee.synth.compare.lengths import _of_trace, _streamed, drift
 from mallee.synth.compare.report import GateTable, as_data, counts
 from mallee.synth.compare.views import Shows, halves, picked, shared_views, shows, view
-from mallee.traces.made import fan_out_workload, sessions_workload
 from mallee.traces.trace import Trace, trace_of
 from mallee.traces.workload import Request, Runs, Workload
 from support.examples import examples
+from support.made_workloads import fan_out_workload, sessions_workload
 
 REQUESTS = 3000
 

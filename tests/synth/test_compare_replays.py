@@ -23,9 +23,9 @@ from mallee.synth.compare.replays import (
     noise_band,
     replay_all,
 )
-from mallee.traces.made import fan_out_workload, sessions_workload
 from mallee.traces.trace import trace_of
 from mallee.traces.workload import Workload
+from support.made_workloads import fan_out_workload, sessions_workload
 
 WORKLOAD = sessions_workload(100, seed=3)
 

@@ -18,6 +18,8 @@ from support.synth.sources import agents
 
 pytestmark = pytest.mark.process
 
+# Of `support`, and of Mallee where that is not installed.
+PATH = os.pathsep.join((str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")))
 PROGRAM = """
 import importlib.util, sys
 from mallee.synth.saved import load_model
@@ -50,7 +52,7 @@ def test_same_seed_same_requests_in_any_process(kind: str, tmp_path: Path) -> No
     save_model(model, file)
     here = digest(model, 5)
     assert digest(model, 5) == here != digest(model, 6)
-    environ = os.environ | {"PYTHONHASHSEED": "77", "PYTHONPATH": str(Path(__file__).parents[1])}
+    environ = os.environ | {"PYTHONHASHSEED": "77", "PYTHONPATH": PATH}
     command = [sys.executable, "-c", PROGRAM, __file__, kind, str(file)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environ)
     assert done.stdout.split() == [here, here]
@@ -58,12 +60,12 @@ def test_same_seed_same_requests_in_any_process(kind: str, tmp_path: Path) -> No
 
 def test_bytes_do_not_depend_on_the_process(tmp_path: Path) -> None:
     code = (
-        "import sys; from mallee.traces.made import sessions_workload as w;"
+        "import sys; from support.made_workloads import sessions_workload as w;"
         " from mallee.traces.write import write_workload as write;"
         " [write(w(40, seed=1), sys.argv[1] + f, format=f) for f in ('mooncake', 'agentic', 'dag')]"
     )
     for name, seed in (("a", "1"), ("b", "2")):
-        env = {**os.environ, "PYTHONHASHSEED": seed}
+        env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": PATH}
         subprocess.run([sys.executable, "-c", code, str(tmp_path / name)], check=True, env=env)
     for how in ("mooncake", "agentic", "dag"):
         assert (tmp_path / f"a{how}").read_bytes() == (tmp_path / f"b{how}").read_bytes()

@@ -17,9 +17,8 @@ from mallee.synth import saved
 from mallee.synth.core.model import Model
 from mallee.synth.fit import fit
 from mallee.synth.programs.named import PROGRAMS
-from mallee.synth.saved import is_model, load_model, privacy_note, save_model
+from mallee.synth.saved import is_model, load_model, save_model
 from mallee.synth.session.model import SessionModel
-from mallee.synth.session.shareable.model import to_shareable
 from mallee.traces.trace import trace_of
 from mallee.traces.workload import Workload
 from mallee.traces.write import write_workload
@@ -161,14 +160,3 @@ def test_places_that_are_not_there(session: Model, tmp_path: Path) -> None:
         save_model(session, tmp_path / "nowhere" / "a.model")
     with pytest.raises(ConfigError, match="missing"):
         load_model(tmp_path / "missing.model")
-
-
-def test_only_session_models_are_shared() -> None:
-    for name in ("tree", "search"):
-        with pytest.raises(ConfigError, match="can't be made shareable"):
-            to_shareable(learned(name))
-
-
-def test_people_are_told_what_a_file_tells(session: Model) -> None:
-    assert "each request's lengths" in privacy_note(session)
-    assert "no request of the trace" in privacy_note(to_shareable(session))

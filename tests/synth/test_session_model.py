@@ -18,9 +18,9 @@ from mallee.synth.core.jitter import Ranks
 from mallee.synth.core.knobs import Knobs
 from mallee.synth.session.fit import fit_session
 from mallee.synth.session.recombine import recombine
-from mallee.traces.made import sessions_workload
 from mallee.traces.trace import Trace, trace_of
 from mallee.traces.workload import Request, Runs, Workload
+from support.made_workloads import sessions_workload
 from support.synth.families import FAMILIES
 
 SIZE = 16

@@ -12,10 +12,10 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from mallee.traces.made import fan_out_workload, sessions_workload
 from mallee.traces.read import read_workload
 from mallee.traces.workload import Workload
 from mallee.traces.write import write_workload
+from support.made_workloads import fan_out_workload, sessions_workload
 from support.public_traces import KINDS, PUBLIC
 
 pytest.importorskip("aiperf", reason="aiperf is not installed (pip install aiperf==0.13.0)")

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from mallee.protocol.errors import CodecError, ConfigError
 from mallee.traces.files import output
 from mallee.traces.formats.agentic import class_of
-from mallee.traces.made import sessions_workload
 from mallee.traces.read import read_workload
 from mallee.traces.workload import NO_PARENT, Request, Runs, Workload
 from mallee.traces.write import write_workload
 from support.examples import examples
+from support.made_workloads import sessions_workload
 
 SIZE = 16
 

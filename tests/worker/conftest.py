@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from bench.doubles.forward import MockForward
+from bench.doubles.structures import MockStructures
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import MalleeError, from_wire
 from mallee.protocol.events import Event
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import CapsuleReply, Command, TokenLogprobs, Update
-from mallee.testing.forward import MockForward
-from mallee.testing.structures import MockStructures
 from mallee.worker.engine import Engine, MakeTiers
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig

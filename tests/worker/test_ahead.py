@@ -6,13 +6,13 @@ from weakref import WeakSet
 
 import pytest
 
+from bench.doubles.forward import MockForward, linear_tokens
+from bench.doubles.random_model import random_model
 from mallee.mocker.passes import mock_spec
 from mallee.protocol import model
 from mallee.protocol.errors import DeviceMemoryExhausted
 from mallee.protocol.ids import branch_seed
 from mallee.protocol.messages import Cancel, Fork, Generate, Limits, Prefill, Sampling, pack_tokens
-from mallee.testing.forward import MockForward, linear_tokens
-from mallee.testing.random_model import random_model
 from mallee.worker.ahead import REST_STEPS, AheadStats
 from mallee.worker.engine import Engine
 from mallee.worker.forward import ForwardBatch, Logits

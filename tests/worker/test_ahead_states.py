@@ -8,6 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 
+from bench.doubles.forward import MockForward
+from bench.doubles.random_model import random_model
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.messages import (
     Capture,
@@ -22,8 +24,6 @@ from mallee.protocol.messages import (
     Update,
     pack_tokens,
 )
-from mallee.testing.forward import MockForward
-from mallee.testing.random_model import random_model
 from mallee.worker.engine import Engine
 from mallee.worker.forward import Forward
 from mallee.worker.kv.watch import KVChecks

@@ -11,6 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
+from bench.doubles.forward import MockForward
+from bench.doubles.random_model import random_model
+from bench.doubles.structures import MockStructures
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import InvalidParameter
 from mallee.protocol.events import CapsuleStored
@@ -25,9 +28,6 @@ from mallee.protocol.messages import (
     Sampling,
     pack_tokens,
 )
-from mallee.testing.forward import MockForward
-from mallee.testing.random_model import random_model
-from mallee.testing.structures import MockStructures
 from mallee.worker.engine import Engine
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig

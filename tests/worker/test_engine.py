@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.doubles.forward import linear_tokens
 from bench.mocker.policies import make_order
 from mallee.protocol.errors import (
     ContextLengthExceeded,
@@ -36,7 +37,6 @@ from mallee.protocol.messages import (
     Share,
     pack_tokens,
 )
-from mallee.testing.forward import linear_tokens
 from mallee.worker.forward import Draw, ForwardBatch, Logits
 
 GREEDY = Sampling()

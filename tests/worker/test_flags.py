@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from bench.doubles.forward import MockForward
+from bench.doubles.random_model import random_model
 from bench.mocker.policies import Fcfs
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import ConfigError
 from mallee.protocol.messages import Command, Fork, Generate, Limits, Prefill, Sampling, pack_tokens
-from mallee.testing.forward import MockForward
-from mallee.testing.random_model import random_model
 from mallee.worker.engine import Engine
 from mallee.worker.forward import ForwardBatch
 from mallee.worker.kv.node import BlockCopy

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from bench.doubles.random_model import random_model
 from mallee.protocol.messages import Sampling
-from mallee.testing.random_model import random_model
 from mallee.worker.forward import Draw, ForwardBatch, LogprobQuery, Row
 from mallee.worker.gaps import HostGap, WorkGaps
 from mallee.worker.memory.copies import CudaMarks

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from bench.doubles.forward import linear_tokens
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.messages import (
     Generate,
@@ -14,7 +15,6 @@ from mallee.protocol.messages import (
     Update,
     pack_tokens,
 )
-from mallee.testing.forward import linear_tokens
 
 SPEC = mock_spec(vocab_size=64)
 PROMPT = [7, 8, 9, 10, 11]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from bench.doubles.random_model import random_model
 from mallee.protocol.messages import Fork, Generate, Limits, Sampling, TokenLogprobs, pack_tokens
-from mallee.testing.random_model import random_model
 from mallee.worker.forward import ForwardBatch, Row
 from mallee.worker.kv.sides.states import NO_STATE
 from mallee.worker.records import EngineConfig

@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from bench.doubles.random_model import random_model
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import IncompatibleCapsule, MalleeError, WorkerLost
 from mallee.protocol.messages import (
@@ -21,7 +22,6 @@ from mallee.protocol.messages import (
     Sampling,
     pack_tokens,
 )
-from mallee.testing.random_model import random_model
 from mallee.worker.capsules.record import CapsuleRecord, decode_record
 from mallee.worker.transfer.loans import MAX_LOANS
 from mallee.worker.transfer.prices import MeasuredPrices

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.doubles.forward import linear_tokens
 from mallee.protocol.ids import branch_seed
 from mallee.protocol.messages import (
     Cut,
@@ -18,7 +19,6 @@ from mallee.protocol.messages import (
     Sampling,
     pack_tokens,
 )
-from mallee.testing.forward import linear_tokens
 
 CLOSE, OPEN = 9, 7
 SAMPLING = Sampling(temperature=1.0, seed=3)

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.doubles.forward import MockForward
+from bench.doubles.structures import MockStructures
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import GrammarFailed
 from mallee.protocol.messages import Fork, Generate, Grammar, Limits, Prefill, Sampling, pack_tokens
-from mallee.testing.forward import MockForward
-from mallee.testing.structures import MockStructures
 from mallee.worker.forward import Draw, ForwardBatch, Logits, TokenHistory, distinct
 from mallee.worker.records import EngineConfig
 from support.driving import HistoryForward, drive, engine_over

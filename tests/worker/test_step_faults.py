@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from bench.doubles.forward import MockForward
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import (
     DeviceMemoryExhausted,
@@ -29,7 +30,6 @@ from mallee.protocol.messages import (
     Update,
     pack_tokens,
 )
-from mallee.testing.forward import MockForward
 from mallee.worker.records import EngineConfig, EngineStats
 from mallee.worker.sched.policy import SchedulerConfig
 from mallee.worker.speculation.speculator import SpeculationConfig

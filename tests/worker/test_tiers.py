@@ -6,6 +6,7 @@ from unittest.mock import Mock, patch
 
 import pytest
 
+from bench.doubles.forward import MockForward
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import CodecError, DeviceMemoryExhausted
 from mallee.protocol.messages import (
@@ -19,7 +20,6 @@ from mallee.protocol.messages import (
     Rewind,
     pack_tokens,
 )
-from mallee.testing.forward import MockForward
 from mallee.worker.transfer.values import DISK, HOST
 from support.tier_commands import SAMPLED, flood, fork, generate, move_all, prefill, text, want
 from support.tiers import DictDisk, LateMover, make_tiers

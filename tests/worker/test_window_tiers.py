@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.doubles.random_model import random_model
 from mallee.protocol.messages import (
     Demote,
     Fork,
@@ -14,7 +15,6 @@ from mallee.protocol.messages import (
     Release,
     Rewind,
 )
-from mallee.testing.random_model import random_model
 from mallee.worker.capsules.capsule import blocks_of
 from mallee.worker.engine import MakeTiers
 from mallee.worker.kv.sides.group import row_spans

@@ -16,13 +16,13 @@ from typing import Final, NamedTuple
 import httpx
 import psutil
 
+from bench.doubles.ports import free_ports
 from bench.failover.faults import PARTS, processes
 from bench.failover.streams import MODEL
 from bench.peers.vllm_server import vllm_command, vllm_env
 from bench.processes import running, wait_for
 from bench.serve.sides import version_of
 from mallee.runtime.addresses import free_port
-from mallee.testing.ports import free_ports
 
 START_S: Final = 300.0
 STOP_S: Final = 30.0

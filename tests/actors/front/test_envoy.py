@@ -8,8 +8,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from mallee.testing.envoy import envoy, find_envoy
-from mallee.testing.vllm_pod import VllmPod
+from bench.doubles.envoy import envoy, find_envoy
+from bench.doubles.vllm_pod import VllmPod
 from support.brokers import OpenBroker
 from support.pickers import picker_process, pods
 from support.waiting import until

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.doubles.vllm_pod import VllmPod
 from mallee.actors.front.proxy import streams
 from mallee.actors.front.proxy.proxy import Proxy
 from mallee.actors.front.proxy.streams import Continuation, Room, Stream, continuation
-from mallee.testing.vllm_pod import VllmPod
 from support.backends import Backend, Received, Wire, chunked, post, routed, wire
 
 pytestmark = pytest.mark.real_time  # sockets

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.doubles.vllm_pod import encode_batch, stored
 from mallee.actors.front.pods.event_order import Arrival, EventOrder
 from mallee.actors.front.pods.kv_events import BlockNames, PodContents, decode_batch, salt_of
 from mallee.actors.front.pods.subscriber import EventPlaces, told_places
@@ -16,7 +17,6 @@ from mallee.protocol.errors import CodecError
 from mallee.protocol.events import Cleared, Event, Removed, Stored, unpack_hashes
 from mallee.protocol.hashing import block_hashes
 from mallee.protocol.ids import Incarnation
-from mallee.testing.vllm_pod import encode_batch, stored
 
 SIZE = 4
 HELD = set[tuple[int, int]]  # (chain hash, tier)

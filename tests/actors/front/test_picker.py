@@ -13,6 +13,8 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from bench.doubles.bus import LocalBus, LocalHub
+from bench.doubles.vllm_pod import KVPublisher, VllmPod
 from mallee.actors.front.front import Front
 from mallee.actors.front.picker.picker import Picker
 from mallee.actors.front.pods.endpoints import Endpoint
@@ -21,8 +23,6 @@ from mallee.actors.front.pods.subscriber import EventPlaces, Subscriber
 from mallee.protocol.errors import ConfigError
 from mallee.runtime.addresses import free_port
 from mallee.runtime.tasks import Tasks
-from mallee.testing.bus import LocalBus, LocalHub
-from mallee.testing.vllm_pod import KVPublisher, VllmPod
 from support.certificates import certificate
 from support.expositions import check_exposition
 from support.pickers import Proxy, model_folder, picker_config, pods, prompt, running

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.doubles.vllm_pod import encode_batch
 from mallee.actors.front.http.backends import Backends
 from mallee.actors.front.pods.endpoints import (
     Endpoint,
@@ -18,7 +19,6 @@ from mallee.actors.front.pods.pods import PodLimits, Pods, _Pod
 from mallee.protocol.errors import ConfigError
 from mallee.router.config import RouterConfig
 from mallee.router.router import Router
-from mallee.testing.vllm_pod import encode_batch
 from support.waiting import elapse, until
 
 PAGE = """\

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from opentelemetry.trace import StatusCode
 
+from bench.doubles.vllm_pod import VllmPod
 from mallee.actors.front.http.backends import Backend as BackendConnection
 from mallee.actors.front.http.backends import Backends
 from mallee.actors.front.pods.endpoints import Endpoint, ListedEndpoints
@@ -23,7 +24,6 @@ from mallee.actors.front.proxy.spans import ForwardSpans
 from mallee.gateway.access.keys import new_key
 from mallee.protocol.errors import ConfigError
 from mallee.runtime.telemetry.families import exposition
-from mallee.testing.vllm_pod import VllmPod
 from support.backends import (
     PLAIN,
     Backend,

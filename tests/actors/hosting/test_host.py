@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from bench.doubles.bus import LocalBus
+from bench.doubles.forward import MockForward
 from mallee.actors.hosting.host import LEASES_PER_MESSAGE
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.codec import encode
@@ -20,8 +22,6 @@ from mallee.protocol.events import (
 from mallee.protocol.ids import WorkerId
 from mallee.protocol.messages import Cancel, Prefill, Update, pack_tokens
 from mallee.protocol.parcels import LEAVING, Parcel, Report, decode_reports
-from mallee.testing.bus import LocalBus
-from mallee.testing.forward import MockForward
 from support.reading import Reader, generate
 from support.waiting import until
 

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.doubles.forward import MockForward
 from mallee.actors.hosting import engine as hosting
 from mallee.actors.hosting.engine import EngineThread, _Item
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import IncompatibleCapsule, UnknownCapsule, WorkerLost
 from mallee.protocol.messages import Demote, Fork, Limits, Prefill, Promote, Release, pack_tokens
-from mallee.testing.forward import MockForward
 from mallee.worker.capsules.record import decode_record
 from mallee.worker.records import EngineConfig, StepResult
 from mallee.worker.transfer.values import DISK, Ask, Loan

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from bench.doubles.structures import MockMatcher, MockStructures
 from mallee.actors.hosting import waits
 from mallee.actors.hosting.compiler import MAX_WAITING, Compiler
 from mallee.actors.hosting.waits import Waits
@@ -33,7 +34,6 @@ from mallee.protocol.messages import (
 )
 from mallee.protocol.parcels import Parcel, decode_reports
 from mallee.runtime.tasks import Tasks
-from mallee.testing.structures import MockMatcher, MockStructures
 from support.reading import Reader
 from support.waiting import until
 

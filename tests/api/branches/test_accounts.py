@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.doubles.bus import LocalBus, LocalHub
 from mallee.api.branches import budgets as module
 from mallee.api.branches.accounts import MAX_ACCOUNTS, MAX_DEPTH, Budget, BudgetTree
 from mallee.api.branches.budgets import Bound, Budgets, Spending
@@ -27,7 +28,6 @@ from mallee.protocol.errors import (
 )
 from mallee.protocol.ids import COMMON, account_of
 from mallee.runtime.bus.buckets import Buckets, BucketSpec, Stored
-from mallee.testing.bus import LocalBus, LocalHub
 from support.lessees import lessee
 from support.plain_ids import SCOPES
 from support.waiting import until, until_asked

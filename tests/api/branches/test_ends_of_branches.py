@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.doubles.random_model import random_model
 from mallee.api.branches.conditions import BranchConditions, Conditions, read_conditions
 from mallee.api.callbacks.callbacks import AllowedUrls
 from mallee.api.text.chat import ChatTemplate
 from mallee.protocol.api.shared import StopWhenFields
 from mallee.protocol.errors import InvalidParameter
-from mallee.testing.random_model import random_model
 from support.tiny_fleet import post, tiny_api, two_gateways
 from support.waiting import until
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
+from bench.doubles.random_model import random_model
 from mallee.client import AsyncMallee, InvalidParameter, Mallee
-from mallee.testing.random_model import random_model
 from mallee.worker.engine import Engine
 from support.live_api import served
 from support.live_fleet import LiveFleet

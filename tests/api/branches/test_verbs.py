@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.doubles.random_model import random_model
 from mallee.api.branches import verbs
 from mallee.client import AsyncMallee
 from mallee.gateway.capsules.lineage import Lineage
 from mallee.protocol.ids import CapsuleId, RequestId
-from mallee.testing.random_model import random_model
 from support.live_fleet import LiveFleet, lose
 from support.tiny_fleet import chunks_of, post, tiny_api, two_gateways
 from support.waiting import until

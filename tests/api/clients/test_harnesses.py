@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from bench.doubles.random_model import random_model
 from mallee.api.text.chat import ChatTemplate
 from mallee.api.text.tokenizer import Tokenizer
-from mallee.testing.random_model import random_model
 from mallee.worker.forward import ForwardBatch, Row
 from support.fuzzing import CHATML
 from support.mock_scene import make_folder

@@ -9,9 +9,9 @@ from typing import Annotated, Any, TypedDict
 import pydantic
 import pytest
 
+from bench.doubles.random_model import random_model
 from mallee.api.text.chat import ChatTemplate
 from mallee.api.text.families import FAMILIES
-from mallee.testing.random_model import random_model
 from support.live_api import served
 from support.tiny_fleet import BLOCK, tiny_fleet
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from bench.doubles.random_model import random_model
 from mallee.client import Graph, InvalidParameter, Mallee, ToolFailed
 from mallee.client.graphs.results import GraphResult
-from mallee.testing.random_model import random_model
 from support.graph_runs import DOC, GREEDY
 from support.live_api import served
 from support.tiny_fleet import tiny_fleet

@@ -13,6 +13,7 @@ import openai
 import pytest
 import yaml
 
+from bench.doubles.random_model import random_model
 from mallee.api.entry.gate import Gate
 from mallee.api.responses.background import Background, follow
 from mallee.api.responses.room import Responses
@@ -26,7 +27,6 @@ from mallee.protocol.errors import CapsuleStale, PeerSilent, StoreAway, UnknownC
 from mallee.protocol.ids import COMMON
 from mallee.router.dispatch.jobs import ForkJob, GenerateJob
 from mallee.runtime.config import ResponsesSettings
-from mallee.testing.random_model import random_model
 from support.live_api import api_over, served
 from support.live_fleet import LiveFleet
 from support.tiny_fleet import tiny_fleet

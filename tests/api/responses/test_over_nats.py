@@ -7,12 +7,12 @@ from typing import Any
 import openai
 import pytest
 
+from bench.doubles.random_model import random_model
 from mallee.api.text.chat import ChatTemplate
 from mallee.api.text.families import FAMILIES
 from mallee.runtime.bus.broker import Broker
 from mallee.runtime.bus.bus import Bus
 from mallee.runtime.bus.nats import NatsBus
-from mallee.testing.random_model import random_model
 from support.live_api import served
 from support.plain_ids import scopes_at
 from support.tiny_fleet import tiny_fleet

@@ -12,6 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.doubles.bus import LocalBus, LocalHub
+from bench.doubles.random_model import random_model
 from mallee.api.entry.pages import Paging
 from mallee.api.responses.conversations import Conversations, Talk
 from mallee.api.responses.store import Left, Record, State
@@ -27,8 +29,6 @@ from mallee.protocol.ids import COMMON, CapsuleId, RequestId
 from mallee.protocol.messages import pack_tokens
 from mallee.router.dispatch.jobs import ForkJob
 from mallee.runtime.config import ResponsesSettings
-from mallee.testing.bus import LocalBus, LocalHub
-from mallee.testing.random_model import random_model
 from support.live_fleet import LiveFleet, kill_gateway
 from support.tiny_fleet import BLOCK, two_gateways
 from support.waiting import elapse, until

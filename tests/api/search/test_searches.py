@@ -15,6 +15,7 @@ import msgspec
 import pytest
 from anyio.to_thread import run_sync
 
+from bench.doubles.random_model import random_model
 from examples.game_of_24 import main, value
 from mallee.api.search.policies import installed_policies
 from mallee.client import AsyncMallee, InvalidParameter, Mallee
@@ -26,7 +27,6 @@ from mallee.search.policies.sampling import BestOfN
 from mallee.search.policy import Policy, SearchBudget
 from mallee.search.results import SearchResult
 from mallee.search.scores import Verifier
-from mallee.testing.random_model import random_model
 from support.any_gateway import one_gateway
 from support.game_of_24 import Player24, moves, numbers
 from support.live_api import keyed, served

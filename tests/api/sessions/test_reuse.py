@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from bench.doubles.random_model import random_model
 from mallee.api.text.chat import ChatTemplate
 from mallee.api.text.families import FAMILIES, Family
-from mallee.testing.random_model import random_model
 from support.tiny_fleet import BLOCK, post, tiny_api
 
 MODEL = random_model("llama", 5, max_position_embeddings=16384)

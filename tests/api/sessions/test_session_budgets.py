@@ -6,9 +6,9 @@ from typing import Any
 import httpx
 import pytest
 
+from bench.doubles.random_model import random_model
 from mallee.client import AsyncMallee, BudgetSpent
 from mallee.protocol.ids import account_of
-from mallee.testing.random_model import random_model
 from support.live_api import served
 from support.tiny_fleet import post, tiny_api, tiny_fleet, two_gateways
 from support.waiting import until, until_asked

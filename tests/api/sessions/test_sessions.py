@@ -10,6 +10,7 @@ import pytest
 from starlette.datastructures import Headers
 from typer.testing import CliRunner
 
+from bench.doubles.random_model import random_model
 from mallee.api.sessions.names import SessionNames, read_session
 from mallee.api.text.chat import ChatTemplate
 from mallee.api.text.families import FAMILIES
@@ -17,7 +18,6 @@ from mallee.cli.main import cli
 from mallee.client import AsyncMallee, Mallee, NotFound, Session, UnknownCapsule
 from mallee.protocol.api.shared import MAX_SESSION, AnyRequest, Extras
 from mallee.protocol.errors import InvalidParameter
-from mallee.testing.random_model import random_model
 from support.any_gateway import one_gateway
 from support.live_api import served
 from support.tiny_fleet import post, tiny_api, tiny_fleet, two_gateways

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from msgspec import structs
 
+from bench.doubles.random_model import random_model
 from mallee.api.text.tokenizer import Tokenizer
 from mallee.api.ui.elsewhere import Elsewhere, Told
 from mallee.api.ui.handlers import MAX_OF_TENANT
@@ -26,7 +27,6 @@ from mallee.gateway.sessions.trees import SessionKey, SessionTrees
 from mallee.gateway.store.store import Entry
 from mallee.protocol.hashing import NO_HASHES
 from mallee.protocol.ids import CapsuleId, RequestId, Scope
-from mallee.testing.random_model import random_model
 from support.mock_scene import make_folder, mock_config
 from support.mock_stack import Stack, mock_stack
 from support.tiny_fleet import post, two_gateways

@@ -291,7 +291,7 @@ def test_commands_that_size_a_fleet_run_as_they_are_written(
 ) -> None:
     """On a small trace of that name, with the faults of the page."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("mallee.cli.mocker.sweep._processes", lambda given: 1)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
     with gzip.open("mooncake_conversation.jsonl.gz", "wt") as file:
         file.writelines(
             json.dumps({**row, "timestamp": 500 * i}) + "\n" for i, row in enumerate(ROWS)

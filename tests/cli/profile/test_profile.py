@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 from typer.testing import CliRunner
 
+from bench.doubles.forward import MockForward
 from mallee.cli.main import cli
 from mallee.cli.profile.command import wait_of
 from mallee.cli.profile.steps import PHASES, StepTimes, record_steps, summary
@@ -23,7 +24,6 @@ from mallee.mocker.timing.grid import Grid
 from mallee.protocol.errors import ConfigError, MalleeError
 from mallee.protocol.ids import RequestId, capsule_id
 from mallee.protocol.messages import Fork, Generate, Limits, Prefill, pack_tokens
-from mallee.testing.forward import MockForward
 from mallee.worker.forward import DeviceForward, ForwardBatch, Logits
 from support.conforming import make_mocked
 from support.fake_device import FakeDevice
@@ -50,7 +50,7 @@ def steps_of(timing: Timing, *rounds: list[Prefill | Fork | Generate]) -> list[f
 def test_a_mock_takes_what_was_measured_at_each_point(tmp_path: Path) -> None:
     """K20, I27, part: drawn weights to a grid to an engine's steps; the grid's points come back."""
     pytest.importorskip("torch")
-    from mallee.testing.random_model import random_model
+    from bench.doubles.random_model import random_model
 
     folder = tmp_path / "shape"
     folder.mkdir()
@@ -161,7 +161,7 @@ def test_a_model_or_device_that_there_is_not_is_named(
 
 def test_a_grid_with_fewer_than_two_points_says_what_to_give(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    from mallee.testing.random_model import random_model
+    from bench.doubles.random_model import random_model
 
     random_model("llama", 4, max_position_embeddings=64).save(tmp_path / "model")
     arguments = ["profile", str(tmp_path / "model"), "--to", str(tmp_path / "x.json")]
@@ -272,7 +272,7 @@ def test_too_little_memory_is_told_with_what_it_takes() -> None:
 def test_a_real_model_is_traced_by_one_command(tmp_path: Path) -> None:
     """I27: `mallee profile MODEL --trace FILE` writes it, and prints where the time goes."""
     pytest.importorskip("torch")
-    from mallee.testing.random_model import random_model
+    from bench.doubles.random_model import random_model
 
     random_model("llama", 4).save(tmp_path / "model")
     out = tmp_path / "steps.json"

@@ -136,18 +136,6 @@ def test_a_saved_model_generates_the_same(model: str, agentic: Path, tmp_path: P
     assert run(kept, tmp_path / "none").exit_code == 2  # how many? a model has no number
 
 
-def test_a_shareable_model_generates_what_its_readers_will(agentic: Path, tmp_path: Path) -> None:
-    kept, args = tmp_path / "kept.model", ("--requests", "150", "--seed", "4")
-    done = run(agentic, tmp_path / "one", "--shareable", "--save-model", str(kept), *args)
-    assert done.exit_code == 0, done.output
-    assert "gates that the shareable model does not keep: " in done.stderr
-    told(kept, tmp_path / "other", *args)
-    assert (tmp_path / "one").read_bytes() == (tmp_path / "other").read_bytes()
-    whole = tmp_path / "whole"
-    told(agentic, whole, *args)
-    assert whole.read_bytes() != (tmp_path / "one").read_bytes()
-
-
 @pytest.mark.parametrize("program", ["bfs", "dfs", "mcts", "swarm"])
 def test_programs_need_no_source(program: str, tmp_path: Path) -> None:
     """K25, part."""
@@ -296,18 +284,7 @@ def test_a_model_is_of_its_kind(saved: Path, tmp_path: Path) -> None:
 def test_programs_are_no_models_to_keep(tmp_path: Path) -> None:
     args = ["--program", "bfs", "--requests", "5"]
     refused(generate(tmp_path / "x", *args, "--save-model", tmp_path / "m"), "--save-model")
-    refused(generate(tmp_path / "x", *args, "--shareable"), "--shareable")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_what_is_told_of_a_file_is_what_it_holds(plain: Path, saved: Path, tmp_path: Path) -> None:
-    """A model that is shareable stays so when it is saved again."""
-    shared, again = tmp_path / "shared", tmp_path / "again"
-    first = generate("/dev/null", "--from", plain, "--save-model", shared, "--shareable")
-    assert first.exit_code == 0, first.output
-    second = generate("/dev/null", "--from", shared, "--save-model", again, "--requests", "5")
-    assert first.stderr.split(": ", 1)[1].splitlines()[0] in second.stderr
-    assert again.read_bytes() == shared.read_bytes()
 
 
 def test_the_extra_is_named(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

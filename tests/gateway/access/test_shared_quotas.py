@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from bench.doubles.bus import LocalBus, LocalHub
 from mallee.gateway.access import quotas as module
 from mallee.gateway.access.keys import Key
 from mallee.gateway.access.quotas import Shared, Use
@@ -15,7 +16,6 @@ from mallee.gateway.access.visits import Visit
 from mallee.gateway.store.store import MAX_FAILED, Store, StoreTerms
 from mallee.protocol.errors import QuotaExceeded, StoreAway
 from mallee.protocol.ids import CapsuleId
-from mallee.testing.bus import LocalBus, LocalHub
 from support.lessees import lessee
 from support.waiting import until
 

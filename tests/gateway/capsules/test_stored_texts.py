@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from bench.doubles.bus import LocalBus, LocalHub
 from mallee.gateway.capsules import texts as module
 from mallee.gateway.capsules.texts import MAX_DEPTH, TTL_S, CapsuleTexts
 from mallee.gateway.peers import Peers
@@ -15,7 +16,6 @@ from mallee.protocol.ids import CapsuleId, Scope, capsule_id
 from mallee.protocol.messages import Continuation, Grammar, Limits, Sampling
 from mallee.router.dispatch.token_memory import CapsuleTokens, TokenMemory, TokenPath
 from mallee.runtime.tasks import Tasks
-from mallee.testing.bus import LocalBus, LocalHub
 from support.plain_ids import scopes_at
 
 A, B = Scope("a1"), Scope("b2")

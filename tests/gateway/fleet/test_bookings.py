@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from bench.doubles.bus import LocalBus, LocalHub
 from mallee.gateway.fleet.bookings import BookingFeed
 from mallee.protocol.errors import ConfigError
 from mallee.protocol.events import Lease
@@ -14,7 +15,6 @@ from mallee.router.config import RouterConfig
 from mallee.router.router import Router
 from mallee.router.sync.outbox import Outbox
 from mallee.runtime.bus.inbox import Pump
-from mallee.testing.bus import LocalBus, LocalHub
 from support.waiting import until
 
 LEASE_S = 0.2

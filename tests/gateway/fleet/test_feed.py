@@ -5,6 +5,8 @@ import time
 import msgspec
 import numpy as np
 
+from bench.doubles.bus import LocalBus, LocalHub
+from bench.doubles.members import Members
 from mallee.gateway.fleet.feed import SWEEP_PERIOD_S, FleetFeed
 from mallee.gateway.metrics import GatewayMetrics
 from mallee.mocker.passes import mock_spec
@@ -16,8 +18,6 @@ from mallee.router.config import RouterConfig
 from mallee.router.dispatch.dispatcher import DispatchStats
 from mallee.router.router import Router
 from mallee.runtime.transport.link import LATE_S
-from mallee.testing.bus import LocalBus, LocalHub
-from mallee.testing.members import Members
 from support.virtual.loop import virtual_loop
 from support.waiting import elapse, until
 

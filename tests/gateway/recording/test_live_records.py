@@ -10,6 +10,7 @@ import pytest
 from msgspec import structs
 from msgspec.structs import replace
 
+from bench.doubles.random_model import random_model
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.hashing import as_tokens
 from mallee.protocol.ids import Scope
@@ -19,7 +20,6 @@ from mallee.router.config import RouterConfig
 from mallee.router.dispatch.jobs import GenerateJob, QueueTerms
 from mallee.sessions.episode import episode_of, record_of
 from mallee.sessions.record import Asked, Got, Manifest, Opened, Placed, read
-from mallee.testing.random_model import random_model
 from support import tiny_fleet
 from support.live_api import served
 from support.live_fleet import LiveFleet, lose, running

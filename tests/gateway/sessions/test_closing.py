@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
+from bench.doubles.bus import LocalHub
 from mallee.gateway.sessions import sessions as closing
 from mallee.protocol.errors import CapsuleLost, InternalError, MalleeError, Unavailable
 from mallee.protocol.ids import CapsuleId, Scope
-from mallee.testing.bus import LocalHub
 from support.session_gateways import SCOPE, Release, SessionGateway
 from support.waiting import elapse
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
+from bench.doubles.bus import LocalHub
 from bench.soak.proxy import Proxy
 from mallee.runtime.addresses import free_port
 from mallee.runtime.bus.access import BrokerAccess
 from mallee.runtime.bus.nats import NatsBus
-from mallee.testing.bus import LocalHub
 from support.brokers import OpenBroker
 from support.session_gateways import SCOPE, SessionGateway
 from support.waiting import until

@@ -13,6 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from bench.doubles.bus import LocalBuckets, LocalBus, LocalHub
 from mallee.gateway.sessions import stored
 from mallee.gateway.sessions.copies import SessionLimits
 from mallee.gateway.sessions.sessions import MAX_READ
@@ -25,7 +26,6 @@ from mallee.protocol.errors import (
     StoreFull,
 )
 from mallee.protocol.gateways.session_notes import NodeNote
-from mallee.testing.bus import LocalBuckets, LocalBus, LocalHub
 from support.session_gateways import SCOPE, SessionGateway
 from support.virtual.loop import VirtualLoop
 from support.waiting import elapse

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
+from bench.doubles.bus import LocalBus, LocalHub
 from mallee.gateway.store.copies import CopiedBucket
 from mallee.gateway.store.store import MAX_TRIES, Store, StoreTerms
 from mallee.protocol.errors import Contended, StoreAway
 from mallee.protocol.ids import COMMON
-from mallee.testing.bus import LocalBus, LocalHub
 
 
 class Note(msgspec.Struct, frozen=True, array_like=True):

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
+from bench.doubles.bus import LocalBus, LocalHub
 from mallee.gateway.store.names import key_of, name_of
 from mallee.gateway.store.store import (
     MAX_KEY,
@@ -19,7 +20,6 @@ from mallee.gateway.store.store import (
 )
 from mallee.protocol.errors import OtherLayout, StoreAway, Unreadable
 from mallee.protocol.ids import COMMON, Scope
-from mallee.testing.bus import LocalBus, LocalHub
 from support.waiting import until
 
 A, B = Scope("a1"), Scope("b2")

@@ -12,11 +12,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from bench.doubles.bus import LocalBus, LocalHub
 from mallee.gateway.store.copies import CopiedBucket
 from mallee.gateway.store.store import PART_NBYTES, Bucket, Store, StoreTerms
 from mallee.protocol.errors import StoreAway, StoreFull
 from mallee.protocol.ids import Scope
-from mallee.testing.bus import LocalBus, LocalHub
 
 T = TypeVar("T")
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from nats.aio.client import Client
 
+from bench.doubles.bus import LocalBus, LocalHub
 from mallee.protocol.errors import ConfigError
 from mallee.runtime.bus.access import operators_broker
 from mallee.runtime.bus.buckets import BucketSpec, WritesStopped
@@ -15,7 +16,6 @@ from mallee.runtime.bus.jetstream import JetStreamBuckets
 from mallee.runtime.bus.nats import BusClient, SendQueue, check_overrides
 from mallee.runtime.bus.queues import QueueDepths, publish_depth
 from mallee.runtime.config import AppConfig
-from mallee.testing.bus import LocalBus, LocalHub
 from support.buses import *  # noqa: F403
 from support.buses import Place
 from support.waiting import until

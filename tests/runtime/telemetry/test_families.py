@@ -6,6 +6,7 @@ from typing import Final, get_args
 import pytest
 from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
 
+from bench.doubles.bus import LocalBus, LocalHub
 from mallee.api.callbacks.callbacks import Outcome
 from mallee.cli.metrics import declared
 from mallee.gateway.access.access import Access
@@ -23,7 +24,6 @@ from mallee.runtime.telemetry.families import (
     exposition,
 )
 from mallee.search.driver import Reason as SearchReason
-from mallee.testing.bus import LocalBus, LocalHub
 from support.expositions import check_exposition
 
 DECLARED: Final = {name: each for found in declared().values() for name, each in found.items()}

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from mallee.traces.filler import WORDS, words
 from mallee.traces.formats.dag_write import TAIL_TOKENS
-from mallee.traces.made import sessions_workload
 from mallee.traces.read import read_workload
 from mallee.traces.workload import NO_PARENT, Request, Runs, Workload
 from mallee.traces.write import write_workload
 from mallee.traces.written import Written
+from support.made_workloads import sessions_workload
 
 SIZE = 4
 

@@ -7,6 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from bench.doubles.forward import MockForward, linear_tokens
+from bench.doubles.random_model import random_model
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import CapsulesFull, CorruptKV, MalleeError
@@ -22,8 +24,6 @@ from mallee.protocol.messages import (
     Sampling,
     pack_tokens,
 )
-from mallee.testing.forward import MockForward, linear_tokens
-from mallee.testing.random_model import random_model
 from mallee.worker.engine import Engine
 from mallee.worker.kv.watch import KVChecks
 from mallee.worker.records import EngineConfig, StepResult

@@ -8,6 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from bench.doubles.random_model import RandomModel, random_model
+from bench.doubles.structures import MockStructures
 from mallee.protocol.errors import CapsulesFull, InvalidParameter, UnknownBranch, UnknownCapsule
 from mallee.protocol.messages import (
     Cancel,
@@ -22,8 +24,6 @@ from mallee.protocol.messages import (
     Sampling,
     pack_tokens,
 )
-from mallee.testing.random_model import RandomModel, random_model
-from mallee.testing.structures import MockStructures
 from mallee.worker.engine import Engine
 from mallee.worker.kv.sides.states import EVERY_BLOCKS
 from mallee.worker.records import EngineConfig

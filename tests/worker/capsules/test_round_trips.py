@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.doubles.structures import MockStructures
 from mallee.protocol.ids import CapsuleId, Incarnation
 from mallee.protocol.messages import (
     Command,
@@ -15,7 +16,6 @@ from mallee.protocol.messages import (
     Promote,
     pack_tokens,
 )
-from mallee.testing.structures import MockStructures
 from mallee.worker.engine import Engine, MakeTiers
 from mallee.worker.kv.sides.states import StateGroup
 from mallee.worker.kv.watch import KVChecks

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from bench.doubles.random_model import RandomModel, tensors_digest
 from mallee.protocol.errors import ModelNotFound
-from mallee.testing.random_model import RandomModel, tensors_digest
 from mallee.worker.forward import ForwardBatch, Row
 from mallee.worker.kv.node import BlockCopy
 from mallee.worker.kv.sides.states import NO_STATE

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from mallee.testing.random_model import random_model, tensors_digest
+from bench.doubles.random_model import random_model, tensors_digest
 from mallee.worker.model.loading.source import resolve_model
 from mallee.worker.model.parity.compare import load_oracle
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mallee.testing.attention import attend_plain
+from bench.doubles.attention import attend_plain
 from mallee.worker.forward import Row
 from mallee.worker.model.attention.base import (
     MAX_WINDOWED_TOKENS,

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from bench.doubles.quantized import quantization_config
+from bench.doubles.random_model import random_model
 from mallee.protocol.errors import ModelNotFound, UnsupportedModel
-from mallee.testing.quantized import quantization_config
-from mallee.testing.random_model import random_model
 from mallee.worker.model.config import Rope, model_spec
 from mallee.worker.model.linear.scheme import Quantization, Scheme
 from mallee.worker.model.loading.config_json import parse_config, read_config

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.doubles.quantized import quantized_model, with_kv_scales
+from bench.doubles.random_model import RandomModel, random_model
 from mallee.protocol.errors import ConfigError
-from mallee.testing.quantized import quantized_model, with_kv_scales
-from mallee.testing.random_model import RandomModel, random_model
 from mallee.worker.model import ops as torch_ops
 from mallee.worker.model import runner
 from mallee.worker.model.backend import choose_backend

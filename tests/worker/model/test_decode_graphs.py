@@ -12,10 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.doubles.quantized import with_kv_scales
+from bench.doubles.random_model import RandomModel, random_model
 from mallee.protocol.messages import Sampling
 from mallee.protocol.model import WeightVersion
-from mallee.testing.quantized import with_kv_scales
-from mallee.testing.random_model import RandomModel, random_model
 from mallee.worker.forward import Draw, ForwardBatch
 from mallee.worker.kv.sides.group import row_spans
 from mallee.worker.model.graphs.decode import NO_GRAPHS, GraphOptions, padded_size, padding_row

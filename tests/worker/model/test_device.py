@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from mallee.testing.random_model import random_model
+from bench.doubles.random_model import random_model
 from mallee.worker.model.attention.torch import TorchAttention
 from mallee.worker.model.backend import choose_backend
 from mallee.worker.model.cpu.attention import TiledAttention

@@ -17,10 +17,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.doubles.attention import attend_plain
+from bench.doubles.quantized import with_kv_scales
+from bench.doubles.random_model import random_model
 from mallee.protocol.errors import ConfigError
-from mallee.testing.attention import attend_plain
-from mallee.testing.quantized import with_kv_scales
-from mallee.testing.random_model import random_model
 from mallee.worker.forward import Row
 from mallee.worker.model.attention.flashinfer import (
     SPLIT_TOKENS,

@@ -13,11 +13,11 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from bench.doubles.quantized import quantized_model, with_kv_scales
+from bench.doubles.random_model import RandomModel, random_model
 from mallee.protocol.errors import ConfigError, WeightsMismatch
 from mallee.protocol.messages import Sampling
 from mallee.protocol.model import WeightVersion
-from mallee.testing.quantized import quantized_model, with_kv_scales
-from mallee.testing.random_model import RandomModel, random_model
 from mallee.worker.forward import Draw
 from mallee.worker.model.config import FAMILIES, resolve_kv_dtype
 from mallee.worker.model.loading.weights import fuse_weights

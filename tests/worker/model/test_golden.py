@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from bench.doubles.random_model import random_model, tensors_digest
 from bench.engine.sanity import LENGTH, phases
 from mallee.protocol.messages import Generate, Limits, Sampling, pack_tokens
-from mallee.testing.random_model import random_model, tensors_digest
 from mallee.worker.forward import Draw
 from mallee.worker.model.runner import TorchForward, load
 from support.driving import engine_over

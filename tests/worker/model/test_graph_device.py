@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from mallee.testing.random_model import random_model
+from bench.doubles.random_model import random_model
 from mallee.worker.forward import ForwardBatch, Row
 from mallee.worker.model.attention.flashinfer import FlashInferUnavailable, find_flashinfer
 from mallee.worker.model.graphs.decode import GraphOptions

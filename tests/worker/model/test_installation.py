@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from bench.doubles.quantized import quantized_model
+from bench.doubles.random_model import random_model
 from mallee.protocol.errors import ConfigError
-from mallee.testing.quantized import quantized_model
-from mallee.testing.random_model import random_model
 from mallee.worker.model import installation
 from mallee.worker.model.attention import flashinfer
 from mallee.worker.model.backend import check_device, choose_backend
@@ -47,7 +47,7 @@ assert not loaded, loaded
 print(len(names), "modules")
 
 import numpy as np
-from mallee.testing.random_model import random_model
+from bench.doubles.random_model import random_model
 from mallee.worker.forward import ForwardBatch, Row
 row = Row(np.arange(3, 20, dtype=np.uint32), 0, np.arange(5, dtype=np.int32), 17)
 print(len(random_model().forward().forward(ForwardBatch((), [row]))), "logits")

@@ -7,8 +7,8 @@ import pytest
 import torch
 from msgspec import structs
 
+from bench.doubles.random_model import random_model
 from mallee.protocol.messages import Sampling
-from mallee.testing.random_model import random_model
 from mallee.worker.forward import Draw, ForwardBatch, Row
 from mallee.worker.kv.node import BlockCopy
 from mallee.worker.model.runner import TorchForward

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mallee.testing.quantized import FORMS, Activations, Form, quantized_tensors
+from bench.doubles.quantized import FORMS, Activations, Form, quantized_tensors
 from mallee.worker.model.cpu.linear import FewRows, RoundedInt8
 from mallee.worker.model.linear.base import Linear
 from mallee.worker.model.linear.block_gemm import MOST_ROWS, ROWS

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from mallee.testing.random_model import RandomModel, random_model
+from bench.doubles.random_model import RandomModel, random_model
 from mallee.worker.model import runner
 from mallee.worker.model.config import FAMILIES
 from mallee.worker.model.parity.compare import Difference, examine, load_oracle

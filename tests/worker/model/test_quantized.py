@@ -10,9 +10,9 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from bench.doubles.quantized import FORMS, Form, quantization_config, quantized_model
+from bench.doubles.random_model import RandomModel, random_model
 from mallee.protocol.errors import WeightsMismatch
-from mallee.testing.quantized import FORMS, Form, quantization_config, quantized_model
-from mallee.testing.random_model import RandomModel, random_model
 from mallee.worker.forward import ForwardBatch, Row
 from mallee.worker.memory.budget import DeviceMemory, Room
 from mallee.worker.model.config import FAMILIES, ModelConfig, model_spec

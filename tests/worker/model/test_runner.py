@@ -10,6 +10,7 @@ import torch
 from msgspec import structs
 from tokenizers import AddedToken, Tokenizer, models
 
+from bench.doubles.random_model import random_model
 from mallee.actors.build import check_model, load_forward
 from mallee.actors.build import make_engine as make_worker
 from mallee.protocol.errors import (
@@ -23,7 +24,6 @@ from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Generate, Limits, Sampling, pack_tokens
 from mallee.protocol.model import WeightVersion
 from mallee.runtime.config import AppConfig
-from mallee.testing.random_model import random_model
 from mallee.worker.engine import Engine
 from mallee.worker.forward import ForwardBatch
 from mallee.worker.kv.node import BlockCopy

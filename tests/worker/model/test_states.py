@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from mallee.testing.random_model import random_model
+from bench.doubles.random_model import random_model
 from mallee.worker.kv.sides.group import row_spans
 from mallee.worker.model.runner import TorchForward
 from mallee.worker.model.states import FOLD

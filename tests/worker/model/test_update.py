@@ -15,10 +15,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from bench.doubles.quantized import FORMS, Form, quantized_model, with_kv_scales
+from bench.doubles.random_model import RandomModel, random_model
 from mallee.protocol.errors import ModelNotFound, WeightsMismatch
 from mallee.protocol.model import WeightVersion
-from mallee.testing.quantized import FORMS, Form, quantized_model, with_kv_scales
-from mallee.testing.random_model import RandomModel, random_model
 from mallee.worker.forward import ForwardBatch, Row
 from mallee.worker.kv.sides.states import NO_STATE
 from mallee.worker.model.config import FAMILIES

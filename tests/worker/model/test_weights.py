@@ -13,8 +13,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from bench.doubles.random_model import RandomModel, random_model
 from mallee.protocol.errors import ModelNotFound, WeightsMismatch
-from mallee.testing.random_model import RandomModel, random_model
 from mallee.worker.model import runner
 from mallee.worker.model.config import FAMILIES
 from mallee.worker.model.linear.base import Linear

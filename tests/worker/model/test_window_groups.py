@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from bench.doubles.random_model import random_model
 from mallee.protocol.errors import ConfigError
 from mallee.protocol.messages import Fork, Generate, Limits, Prefill, Sampling, pack_tokens
-from mallee.testing.random_model import random_model
 from mallee.worker.engine import Engine
 from mallee.worker.kv.sides.windows import WindowGroup
 from mallee.worker.records import EngineConfig

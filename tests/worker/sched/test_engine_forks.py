@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from bench.doubles.forward import linear_tokens
 from mallee.protocol.errors import CapsuleAbandoned, InvalidParameter, UnknownCapsule, from_wire
 from mallee.protocol.ids import branch_seed
 from mallee.protocol.messages import (
@@ -21,7 +22,6 @@ from mallee.protocol.messages import (
     pack_tokens,
 )
 from mallee.protocol.messages import pack_tokens as pack
-from mallee.testing.forward import linear_tokens
 
 HOT = Sampling(temperature=1.0, seed=11)
 LONG = [(7 * i) % 60 for i in range(350)]

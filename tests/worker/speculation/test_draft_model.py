@@ -7,12 +7,12 @@ from typing import Any, get_args
 
 import pytest
 
+from bench.doubles.forward import MockForward
+from bench.doubles.random_model import random_model
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import ConfigError, DeviceMemoryExhausted
 from mallee.protocol.messages import Fork, Generate, Limits, Prefill, Sampling, pack_tokens
 from mallee.protocol.model import WeightVersion
-from mallee.testing.forward import MockForward
-from mallee.testing.random_model import random_model
 from mallee.worker.engine import Engine
 from mallee.worker.forward import ForwardBatch
 from mallee.worker.records import EngineConfig

@@ -12,6 +12,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule, run_state_machine_as_test
 
+from bench.doubles.forward import MockForward, draw_token
+from bench.doubles.random_model import random_model
+from bench.doubles.structures import MockStructures
 from mallee.mocker.passes import mock_spec
 from mallee.protocol import model
 from mallee.protocol.errors import DeviceMemoryExhausted
@@ -27,9 +30,6 @@ from mallee.protocol.messages import (
     Sampling,
     pack_tokens,
 )
-from mallee.testing.forward import MockForward, draw_token
-from mallee.testing.random_model import random_model
-from mallee.testing.structures import MockStructures
 from mallee.worker.engine import Engine
 from mallee.worker.forward import Forward, ForwardBatch
 from mallee.worker.kv.watch import KVChecks

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
+from bench.doubles.forward import MockForward
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import WorkerLost
 from mallee.protocol.messages import Holder
-from mallee.testing.forward import MockForward
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.watch import Rows
 from mallee.worker.transfer.host import HostSlots

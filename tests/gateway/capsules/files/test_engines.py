@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.doubles.structures import MockStructures
 from mallee.gateway.capsules.files.record import identity_of
 from mallee.protocol.errors import CorruptExport
 from mallee.protocol.ids import Incarnation, Scope, WorkerId, private_part
@@ -20,7 +21,6 @@ from mallee.protocol.messages import (
     Sampling,
     pack_tokens,
 )
-from mallee.testing.structures import MockStructures
 from mallee.worker.engine import Engine
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.watch import KVMemory

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from mallee.testing.ports import free_ports
+from bench.doubles.ports import free_ports
 
 START_S = 20.0
 _TYPES = "type.googleapis.com/envoy.extensions"

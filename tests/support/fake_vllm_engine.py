@@ -9,8 +9,8 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from bench.doubles.vllm_pod import PrefixCache, encode_batch
 from mallee.protocol.errors import Unavailable
-from mallee.testing.vllm_pod import PrefixCache, encode_batch
 
 Rule = Callable[[Sequence[int], Any], int]
 """The next token of a text, for sampling parameters with vLLM's names."""

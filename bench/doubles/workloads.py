@@ -69,7 +69,7 @@ def forks(
     root_ids = -(-prefix_tokens // id_tokens)
 
     def read() -> Iterator[Request]:
-        draw = random.Random(seed)  # noqa: S311 # workloads
+        draw = random.Random(seed)  # workloads
         number, now = 0, 0.0
         for tree in range(trees):
             now += draw.expovariate(1.0 / gap_s) if gap_s else 0.0
@@ -146,7 +146,7 @@ def sessions(
 
     Sessions begin `gap_s` apart on average; one of `groups` system prompts comes first.
     """
-    draw = random.Random(seed)  # noqa: S311 # workloads
+    draw = random.Random(seed)  # workloads
     system_ids = -(-system_tokens // id_tokens)
     turn_ids = -(-(turn_tokens + output_tokens) // id_tokens)
     next_id = groups * system_ids
@@ -199,7 +199,7 @@ def turns_in_any_order(
     `by_turns`: all sessions' first turns, then all second ones, exactly `gap_s` apart; else `gap_s` is a
     mean. Few are under way at once where the gaps are long: what counts is whose memory they meet.
     """
-    draw = random.Random(seed)  # noqa: S311 # workloads
+    draw = random.Random(seed)  # workloads
     order = list(range(num)) * turns
     if not by_turns:
         draw.shuffle(order)

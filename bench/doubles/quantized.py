@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from mallee.testing.random_model import RandomModel
+from bench.doubles.random_model import RandomModel
 from mallee.worker.model.linear.scheme import BLOCK
 
 Form: TypeAlias = Literal["fp8-block", "fp8-row", "fp8-tensor", "int8-row", "int8-packed"]
