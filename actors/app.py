@@ -34,11 +34,11 @@ from mallee.actors.build import (
     build_router,
     build_transport,
     build_worker,
-    check_files,
     freeze_heap,
     open_access,
     threads_of,
 )
+from mallee.actors.checks import check_files
 from mallee.actors.secret import take_secret
 from mallee.api.entry.gate import Gate, refuse
 from mallee.api.messages.errors import AnthropicErrors

@@ -39,7 +39,7 @@ from mallee.runtime.bus.access import FindBroker
 from mallee.runtime.bus.bus import Bus
 from mallee.runtime.bus.nats import NatsBus
 from mallee.runtime.config import AppConfig
-from mallee.runtime.telemetry.tracing.provider import Tracing, check_exporters, open_tracing
+from mallee.runtime.telemetry.tracing.provider import Tracing, open_tracing
 from mallee.runtime.transport.greeting import Secret, read_secret
 from mallee.runtime.transport.link import Transport
 from mallee.runtime.transport.listener import Listener, Server
@@ -97,16 +97,6 @@ def resolve(model: str) -> Path:
     from mallee.worker.model.loading.source import resolve_model
 
     return resolve_model(model)
-
-
-def check_files(config: AppConfig) -> None:
-    """Raises MalleeError if the model, or a file that the links need, is not there or can't be read.
-
-    Also if the environment wants spans, and the packages for them are not here.
-    """
-    check_model(config)
-    check_links(config)
-    check_exporters()
 
 
 def check_model(config: AppConfig) -> None:

@@ -18,7 +18,8 @@ from typing import Any
 
 import httpx
 
-from mallee.actors.build import check_files, open_access
+from mallee.actors.build import open_access
+from mallee.actors.checks import check_files, shortages
 from mallee.protocol.errors import ConfigError, NoWorker
 from mallee.runtime.addresses import base_url, listener
 from mallee.runtime.bus.broker import check_folder, check_operators_broker
@@ -67,6 +68,8 @@ class LocalStack:
         folder = tempfile.gettempdir()
         short = folder if len(folder) <= MAX_TEMPORARY_CHARS else "/tmp"  # noqa: S108
         self._folder = Path(tempfile.mkdtemp(prefix="mallee-", dir=short))
+        if short != folder:
+            log.info("TMPDIR=%s is too long for HAProxy's sockets: they are in %s", folder, short)
         self._environment = _Environment()
 
     @property
@@ -172,8 +175,11 @@ class LocalStack:
         self.close()
 
     def _check(self) -> None:
-        """Raises MalleeError if the model, the address, the broker or its folder can't be used."""
+        """Raises MalleeError if the settings, the address, the broker or its folder can't be used here."""
         check_files(self.config)
+        # Of GPUs Ray knows more.
+        for shortage in shortages(self.config, counts_gpus=False):
+            raise ConfigError(shortage)
         open_access(self.config).check_listening(self._host)
         listener(self._host, self._port).close()
         if self.config.nats_url is not None:

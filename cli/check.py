@@ -7,8 +7,8 @@ replica's traceback. Here they are found before.
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, get_args
@@ -19,7 +19,7 @@ from mallee.cli.options import JsonOption, require_serve_extra
 from mallee.cli.output import print_json
 from mallee.cli.serving.fronts import require_front
 from mallee.cli.settings import APP_PATH, DEFAULT_MODEL, S, parse_yaml, read_settings
-from mallee.protocol.errors import ConfigError, MalleeError, nearest
+from mallee.protocol.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 _HUB_ID: Final = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _EVERYWHERE: Final = "0.0.0.0"  # noqa: S104 # Serve's default
+DASHBOARD_S: Final = 10.0  # for an answer of Ray's
 _OF_SERVE: Final = ("applications", "proxy_location", "http_options", "import_path")
 _KEY_VARIABLE: Final = "MALLEE_API_KEY"
 _DASHBOARD: Final = "RAY_DASHBOARD_ADDRESS"
-_DEVICES: Final = Path("/dev")
 
 
 class Application(NamedTuple):
@@ -92,8 +92,10 @@ def check(
     for each in applications:
         faults += map(each.line, _engine_faults(each.config))
         if files:
+            from mallee.actors.checks import shortages
+
             faults += map(each.line, missing_files(each.config))
-            faults += map(each.line, too_large(each.config))
+            faults += map(each.line, shortages(each.config))
         if broker:
             faults += map(each.line, broker_faults(each.config))
     faults = list(dict.fromkeys(faults))  # each once
@@ -352,10 +354,16 @@ def ignored_options(values: dict[str, Any]) -> Iterator[str]:
     from ray.exceptions import RayError
     from ray.serve.schema import ServeDeploySchema
 
+    class Client(ServeSubmissionClient):
+        """Waits for no answer for ever."""
+
+        def _do_request(self, *given: Any, **more: Any) -> Any:
+            return super()._do_request(*given, timeout=DASHBOARD_S, **more)
+
     address = os.environ.get(_DASHBOARD, "http://127.0.0.1:8265")  # as of `serve deploy`
     try:
-        found = ServeSubmissionClient(address).get_serve_details()
-    except (ConnectionError, RayError, RuntimeError, ValueError) as error:
+        found = Client(address).get_serve_details()
+    except (OSError, RayError, RuntimeError, ValueError) as error:
         cause = str(error).splitlines()[0]
         raise ConfigError(
             f"no Ray lets us in at {_DASHBOARD}={address} ({cause}): give the address of its dashboard, and"
@@ -380,6 +388,7 @@ def ignored_options(values: dict[str, Any]) -> Iterator[str]:
 
 def notes(application: Application) -> Iterator[str]:
     """Remarks on what only the machines can tell."""
+    from mallee.actors.checks import shortages
     from mallee.actors.secret import secret_remark
     from mallee.gateway.access.access import LOOPBACK
 
@@ -405,7 +414,7 @@ def notes(application: Application) -> Iterator[str]:
 
         here = f"for engine.device={config.engine.device!r} this machine lacks something"
         yield from (f"{here}: {each}" for each in missing(look()))
-    yield from too_large(config)
+    yield from shortages(config)
     if _is_of_hub(application.config.model):
         yield f"model={application.config.model!r} is no folder here: each node fetches it from the hub"
 
@@ -418,75 +427,19 @@ def _engine_faults(config: "AppConfig") -> Iterator[str]:
 
 
 def missing_files(config: "AppConfig") -> Iterator[str]:
-    """Files and folders that are not here, or can't be used."""
-    from mallee.actors.build import check_links, check_model, open_access
+    """Files and folders that are not here, or can't be used; a model of the hub is fetched at the start."""
+    from mallee.actors.build import check_model, open_access
+    from mallee.actors.checks import faults_of, looks
     from mallee.actors.secret import check_secret
-    from mallee.protocol.subjects import BusRole
-    from mallee.runtime.bus.access import operators_broker
 
-    looks: list[Callable[[], object]] = [
-        lambda: open_access(config),
-        lambda: check_links(config),
-        lambda: check_secret(config),
-    ]
     models = [config.model, *filter(None, [config.engine.draft_model])]
-    if not any(map(_is_of_hub, models)):
-        looks.append(lambda: check_model(config))
-    if config.nats_url is not None:
-        looks += [
-            lambda role=role: operators_broker(config, role).options()  # type: ignore[misc]
-            for role in get_args(BusRole)
-        ]
-    if config.is_mocked:
-        from mallee.actors.mock.fleet import timing_of
-
-        looks.append(lambda: timing_of(config))
-    for look in looks:
-        try:
-            look()
-        except MalleeError as error:
-            yield str(error)
-    for key, folder in (
-        ("engine.disk_path", config.engine.disk_path),
-        ("recording.folder", config.recording.folder),
-        ("imports.folder", config.imports.folder),
-    ):
-        if folder is not None and "://" not in folder:
-            yield from _unwritable(key, folder)
-
-
-def too_large(config: "AppConfig") -> Iterator[str]:
-    """Resources that workers ask for beyond those of this machine; with nats_url one of them may run here."""
-    workers = 1 if config.nats_url is not None else config.workers
-    is_counted = config.has_cuda or config.is_mocked or config.num_blocks is not None
-    kv_gib = 0.0 if is_counted else (config.kv_nbytes or 0) / 2**30
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**30
-    for what, asked, there, keys in (
-        ("GiB for KV", kv_gib + config.engine.host_gib, memory, "engine.kv_gib and host_gib"),
-        ("CPUs", config.ray.worker_cpus, os.cpu_count() or 1, "ray.worker_cpus"),
-        ("GPUs", config.worker_gpus, len([*_DEVICES.glob("nvidia[0-9]*")]), "ray.worker_gpus"),
-    ):
-        if workers * asked > there:
-            yield (
-                f"{workers} workers ask for {workers * asked:g} {what} ({keys}), and this machine has"
-                f" {there:g}: give less, fewer workers, or nats_url and more nodes"
-            )
+    more: list[Callable[[AppConfig], object]] = [open_access, check_secret]
+    more += [] if any(map(_is_of_hub, models)) else [check_model]
+    yield from faults_of((*looks(config), *(partial(each, config) for each in more)))
 
 
 def _is_of_hub(model: str) -> bool:
     return not Path(model).expanduser().exists() and _HUB_ID.fullmatch(model) is not None
-
-
-def _unwritable(key: str, folder: str) -> Iterator[str]:
-    """A fault if the folder is not there and can't be made, or can't be written."""
-    path = Path(folder).expanduser()
-    found = next(each for each in (path, *path.parents) if each.exists())
-    try:  # root may write everywhere by its modes, and yet not into /proc
-        tempfile.TemporaryFile(dir=found).close()
-    except NotADirectoryError:
-        yield f"{key}={folder!r}: {found} is no folder"
-    except OSError as error:
-        yield f"{key}={folder!r}: {found} can't be written by this user ({error.strerror})"
 
 
 def broker_faults(config: "AppConfig") -> Iterator[str]:

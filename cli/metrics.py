@@ -1,6 +1,6 @@
 """`mallee metrics`: the page of all metric families, as the modules that count declare them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mallee.cli.options import JsonOption
@@ -30,12 +30,14 @@ def declared() -> "Mapping[str, Mapping[str, Family]]":
     gateway.show_router(_nothing, _nothing)
     gateway.show_store(None)
     gateway.show_access(None)
+    router = ProxyCounts()
+    router.show_access(None)
     every = Families().declared
     of = {
         "gateway": gateway.registry,
         "worker": WorkerMetrics(_nothing).registry,
         "picker": PickerCounts().registry,
-        "router": ProxyCounts().registry,
+        "router": router.registry,
     }
     own = {
         process: {name: found for name, found in families.declared.items() if name not in every}
@@ -83,15 +85,15 @@ are not there."""
 
 def document() -> str:
     """The page of all metrics, in Markdown."""
-    areas: dict[str, list[Family]] = {}
+    areas: dict[str, dict[str, Family]] = {}
     for found in declared().values():
-        for family in found.values():
-            areas.setdefault(family.area, []).append(family)
-    tables = (f"## {area}\n\n" + "\n".join(_table(found)) for area, found in areas.items())
+        for family in found.values():  # gateways and routers have those of keys
+            areas.setdefault(family.area, {})[family.name] = family
+    tables = (f"## {name}\n\n" + "\n".join(_table(of.values())) for name, of in areas.items())
     return "\n\n".join((_HEAD, *tables)) + "\n"
 
 
-def _table(families: "list[Family]") -> Iterator[str]:
+def _table(families: "Iterable[Family]") -> Iterator[str]:
     yield "| family | kind | labels | |"
     yield "|---|---|---|---|"
     for family in families:

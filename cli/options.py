@@ -79,6 +79,7 @@ SERVING_PACKAGES = {
     "tokenizers": "tokenizers",
     "llguidance": "llguidance",
     "starlette": "starlette",
+    "cryptography": "cryptography",
     "nats": "nats-py",
     "pydantic": "pydantic",
 }

@@ -7,6 +7,7 @@ those declared, for several may answer at one address.
 from collections.abc import Callable, Mapping
 from typing import Final, get_args
 
+from mallee.gateway.access.access import READINGS
 from mallee.gateway.recording.recorder import StopReason
 from mallee.protocol.errors import MalleeError, Unavailable
 from mallee.protocol.ids import WorkerId
@@ -256,7 +257,7 @@ class GatewayMetrics:
 
     def show_access(self, access: object) -> None:
         """Show the state of API keys, and what expires. Once."""
-        self.registry.area("Keys and certificates").readings(lambda: access, _ACCESS)
+        self.registry.area("Keys and certificates").readings(lambda: access, READINGS)
 
     def stored(self, how: str, seconds: float) -> None:
         """Count an answer of the store."""
@@ -472,19 +473,6 @@ _STORE: Final = (
         "mallee_store_refused_writes_total",
         "Writes that the broker, or the queue to it, had no room for.",
         "num_refused",
-    ),
-)
-_ACCESS: Final = (
-    Reading(
-        "mallee_keys_refused",
-        "1 while the file of keys has a fault: the keys before it hold.",
-        lambda access: bool(access.fault),
-    ),
-    Reading(
-        "mallee_expiry_timestamp_seconds",
-        "When the next `key`, or `links.tls_cert`, expires, since the epoch; 0: none does.",
-        "expiries",
-        (Label("of", ("key", "certificate")),),
     ),
 )
 _QUESTIONS: Final = Reading(

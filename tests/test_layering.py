@@ -66,6 +66,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("build",),
         ("mock", "front"),
         ("foreign",),
+        ("checks",),
         ("app",),
         ("local",),
     ),

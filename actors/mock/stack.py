@@ -29,7 +29,7 @@ from mallee.protocol.subjects import BusRole
 from mallee.runtime.addresses import base_url, checked_path, listener
 from mallee.runtime.bus.access import BrokerAccess, operators_broker
 from mallee.runtime.bus.broker import Broker, check_operators_broker
-from mallee.runtime.bus.children import death_follower, end
+from mallee.runtime.bus.children import Pauses, death_follower, end
 from mallee.runtime.config import AppConfig
 from mallee.runtime.proxy.server import Server
 from mallee.runtime.tasks import Tasks
@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 2.0
 LOOK_S = 0.02
+PAUSES_S = (0.1, 30.0, 10.0)
 WATCH_S = 0.5  # between two checks of what may have ended
 GATEWAY = "g0"
 
@@ -182,11 +183,16 @@ class MockStack:
 
     async def _keep(self, number: int) -> None:
         """Start the process again whenever it ends. Raises ConfigError if it does not start."""
+        pauses, clock = Pauses(*PAUSES_S), asyncio.get_running_loop().time
         while True:
-            child = self.children[number]
+            began, child = clock(), self.children[number]
             status = await child.wait()
-            text = "process %d of engines ended with status %d: it is started again"
-            log.warning(text, child.pid, status)
+            pause_s = pauses.after(clock() - began)
+            if pauses.num_young <= 1:  # once, of many that come one after the other
+                text = "process %d of engines ended with status %d: it is started again%s"
+                more = ", and later each time that it ends at once" if pauses.num_young else ""
+                log.warning(text, child.pid, status, more)
+            await asyncio.sleep(pause_s)
             await self._spawn(number)
             try:
                 async with asyncio.timeout(START_TIMEOUT_S):

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
@@ -47,6 +48,8 @@ _WARNINGS = "mallee.warnings"
 HEADERS: Final = "mallee.headers"
 """The last value of each header by its name, in the scope of a request."""
 _TENANT: Final = TENANT_HEADER.encode()
+_ASKED_AS: Final = b"x-request-id"  # of a client, or the proxy before the gateways
+_NAME: Final = re.compile(rb"[\w.:-]{1,128}")
 MAX_WARNED: Final = 16  # fields that an answer names
 
 
@@ -113,8 +116,8 @@ class Turns:
 class AuthMiddleware:
     """ASGI middleware. Finds each request's caller, counts answers, writes refusals, catches bugs.
 
-    A bug is logged with a fresh id and answered by a 500 that names the id and nothing else. `replays` takes
-    requests with an idempotency key.
+    A bug is logged with a fresh id and answered by a 500 that names the id and nothing else. At debug each
+    request has a line at its end. `replays` takes requests with an idempotency key.
     """
 
     def __init__(
@@ -137,16 +140,15 @@ class AuthMiddleware:
         if scope["type"] != "http":  # the server's start and end, and sockets, which no route takes
             await self._app(scope, receive, send)
             return
-        has_begun = False
+        status = 0  # until an answer begins
         scope[_BEGUN] = asyncio.get_running_loop().time()
         headers = scope[HEADERS] = dict(scope["headers"])
 
         async def counted_send(message: Message) -> None:
-            nonlocal has_begun
+            nonlocal status
             if message["type"] == "http.response.start":
-                has_begun = True
-                path = getattr(scope.get("route"), "path", "other")
-                self._count_answer(path, message["status"])
+                status = message["status"]
+                self._count_answer(_route_of(scope), status)
                 if (warnings := scope.get(_WARNINGS)) is not None:
                     message["headers"] = [*message["headers"], (b"warnings", warnings)]
             await send(message)
@@ -165,15 +167,18 @@ class AuthMiddleware:
                     with caller.visit:
                         await app(scope, receive, counted_send)
             except (MalleeError, HTTPException, ClientGone) as error:
-                if has_begun:
+                if status:
                     raise
                 await answer_to(error, scope)(scope, receive, counted_send)
         except Exception:
             request_id = self._new_id()
             _log.exception("request %s failed", request_id)
-            if has_begun:
+            if status:
                 raise  # the server cuts the connection
             await error_response(unexpected_error(request_id))(scope, receive, counted_send)
+        finally:
+            if _log.isEnabledFor(logging.DEBUG):
+                _log_answer(scope, status)
 
     def _find_caller(self, scope: Scope) -> Caller:
         """Raises Unauthorized, Forbidden."""
@@ -186,6 +191,19 @@ class AuthMiddleware:
             if scope["path"] in _OPEN or scope["path"].startswith(_OPEN_FILES):
                 return NOBODY
             raise
+
+
+def _route_of(scope: Scope) -> str:
+    """The template of the path, which has no name of a client's."""
+    return getattr(scope.get("route"), "path", "other")
+
+
+def _log_answer(scope: Scope, status: int) -> None:
+    """Log a request that is over, with the id that its client or a proxy gave it."""
+    name, seconds = scope[HEADERS].get(_ASKED_AS, b""), age_s(Request(scope))
+    asked_as = f", x-request-id {name.decode()}" if _NAME.fullmatch(name) else ""
+    line = "%s %s %s in %.3f s%s"
+    _log.debug(line, scope["method"], _route_of(scope), status or "unanswered", seconds, asked_as)
 
 
 def given(scope: Scope, name: bytes) -> list[str]:

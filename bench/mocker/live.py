@@ -77,7 +77,10 @@ async def serve(args: argparse.Namespace) -> None:
     await bus.connect()
     await bus.serve(DIGESTS, digests)
     assert stack.broker is not None
-    pids = {"broker": [stack.broker.pid], "engines": [child.pid for child in stack.children]}
+    pids = {
+        "broker": [stack.broker.pid],
+        "engines": [child.pid for child in stack.children.values()],
+    }
     pids["gateway"] = [os.getpid()]
     nats = asdict(stack.access("gateway"))
     print(json.dumps({"nats": nats, "pids": pids, "registered": registered}), flush=True)

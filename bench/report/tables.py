@@ -1218,12 +1218,23 @@ def soak(data: Json) -> Iterator[str]:
         ("longest answer, s", number(data["longest_s"])),
         ("left behind", "; ".join(data["left"]) or "nothing"),
         ("until nothing was, s", number(data["rest_s"])),
+        *([] if "log_lines" not in data else _observed(data)),
         *(
             (f"memory of {name}, MB, after a minute and at the end", _pair(grown[name]))
             for name in grown
         ),
     ]
     yield table(["", ""], rows)
+
+
+def _observed(data: Json) -> Iterator[tuple[str, str]]:
+    yield "lines of logs", f"{data['log_lines']:,}, of {data['logged_requests']:,} requests"
+    yield (
+        "requests that no line tells of, as their gateway was killed",
+        number(data["lost_requests"]),
+    )
+    yield "scrapes", f"{data['scrapes']:,}, at most {data['most_series']:,} series of a process"
+    yield "different series of all lives", number(data["series"])
 
 
 def flood(data: Json) -> Iterator[str]:
@@ -1386,10 +1397,14 @@ SECTIONS = {
         " the product's broker, without Ray; every connection goes through a proxy. 24 clients:"
         " completions, chats, n=4, grammars, stop strings, log-probabilities, capsules, forks of forks of"
         " them, clients that hang up, slow readers, giant and hostile bodies. Up to two faults at once."
+        " All have API keys: one is replaced and one expires under way, one is at its limit of requests, and"
+        " for a tenth of the run the file of keys is broken."
         " Equal: the undisturbed answer. Cut: by a gateway that was killed or had no descriptors."
         " Afterwards no request, booking, kept capsule, task or descriptor may be left, and each gateway's"
-        " index and directory must be the workers' own word. Engines 1 and gateway 1 alone are killed, so"
-        " that memory is seen over the whole run.",
+        " index and directory must be the workers' own word. Logs are JSON, and tell of each request once,"
+        " with its status; each process is scraped once a second, and no counter may go back, no label have"
+        " more values than declared, no gauge of work be left; no secret may be in either. Engines 1 and"
+        " gateway 1 alone are killed, so that memory is seen over the whole run.",
         soak,
     ),
     "flood": Section(

@@ -8,7 +8,9 @@ log-probabilities, capsules, forks of forks of them, clients that hang up or rea
 bodies. First everything is asked undisturbed; then faults come, up to two at once (`faults.py`). Each
 answer must be the undisturbed one or an error that docs/api.md names. Then the faults end, everything is
 asked again, and nothing may be left: requests, bookings, capsules, tasks, descriptors, memory, a block of an
-index that is not its worker's (`left.py`). The last line of stdout is one JSON object; the exit status is 1
+index that is not its worker's (`left.py`). All have API keys, which change under way (`keys.py`); every
+process is scraped once a second (`scrapes.py`), and logs to a file, which must tell of each request once
+(`logs.py`). The last line of stdout is one JSON object; the exit status is 1
 if anything was wrong.
 """
 
@@ -22,13 +24,15 @@ from typing import Any, NamedTuple
 
 from bench import measure
 from bench.failover.streams import MODEL
-from bench.soak import left
+from bench.soak import left, logs, scrapes
 from bench.soak.clients import Clients
 from bench.soak.faults import Chaos
+from bench.soak.keys import PER_MINUTE
 from bench.soak.plain import Plain
+from bench.soak.scrapes import Scraper
 from mallee.runtime.config import AppConfig
 
-MAX_PAST = 400  # faults in the result
+METRICS_PORT = 9464  # the first that is tried
 
 
 class Scale(NamedTuple):
@@ -55,6 +59,7 @@ def config_of(model: str) -> AppConfig:
             "routing": {"token_memory_mb": 4, "max_workers": 16},
             "scheduler": {"max_rows": 32},
             "admission": {"max_queue_wait_s": 20},
+            "telemetry": {"log_level": "debug", "log_format": "json", "metrics_port": METRICS_PORT},
         }
     )
 
@@ -69,13 +74,18 @@ async def sampled(plain: Plain) -> None:
 
 async def soak(scale: Scale, *, seed: int, model: str) -> dict[str, Any]:
     async with Plain(config_of(model)) as plain:
-        chaos = Chaos(plain, seed=seed)
-        clients = Clients(chaos, seed=seed, num_asks=scale.asks, max_tokens=scale.max_tokens)
+        keys = plain.keys
+        chaos = Chaos(plain, keys.token("acme"), seed=seed)
+        clients = Clients(chaos, keys, seed=seed, num_asks=scale.asks, max_tokens=scale.max_tokens)
+        scraper = Scraper(plain.urls, keys.token("operator"), keys.secrets)
         await settled(plain)
         await clients.learn()
         before = await left.reports(plain)
         print(f"learned: {dict(clients.ledger.counts)}", file=sys.stderr)
-        sampling = asyncio.create_task(sampled(plain))
+        beside = [
+            asyncio.create_task(work)
+            for work in (sampled(plain), scraper.run(), keys.play(scale.minutes * 60))
+        ]
         clients.begin(scale.clients)
         playing = asyncio.create_task(chaos.play())
         await asyncio.wait([playing], timeout=scale.minutes * 60)
@@ -84,12 +94,41 @@ async def soak(scale: Scale, *, seed: int, model: str) -> dict[str, Any]:
         await asyncio.wait([playing])
         plain.heal()
         await clients.end()
-        sampling.cancel()
+        for task in beside:
+            assert not task.done() or task.exception() is None, task.exception()
+            task.cancel()
         await settled(plain)
         await clients.learn()
         remaining, rest_s = await left.rest(plain, before)
+        shown, told = await observed(plain, chaos, clients, scraper)
         await clients.close()
-        return result(scale, plain, chaos, clients, remaining) | {"rest_s": rest_s, "seed": seed}
+        found = result(scale, plain, chaos, clients, [*remaining, *shown])
+        return found | told | {"rest_s": rest_s, "seed": seed}
+
+
+async def observed(
+    plain: Plain, chaos: Chaos, clients: Clients, scraper: Scraper
+) -> tuple[list[str], dict[str, Any]]:
+    """The faults of metrics and logs, of a service at rest, and figures of them."""
+    busy = scrapes.busy(await scraper.scrape())
+    await scraper.close()
+    served, most = clients.ledger.counts["limited: 200"], PER_MINUTE * (chaos.minutes + 2)
+    # Gateways whose clocks differ by more than a minute fill a limit again and again.
+    jumped = any(each.name == "clock jump" and each.target in ("g0", "g1") for each in chaos.past)
+    if served > most and not jumped:
+        busy.append(f"{served} requests of the limited key were served, of at most {most:g}")
+    files = [child.log for child in plain.children]
+    told = logs.read(files, clients.asked, plain.keys.secrets, chaos.unlogged)
+    figures = {
+        "scrapes": scraper.num_scrapes,
+        "series": scraper.num_series,
+        "most_series": scraper.most_series,
+        "has_seen_broken_keys": scraper.has_seen_refused_keys,
+        "log_lines": told.num_lines,
+        "logged_requests": told.num_requests,
+        "lost_requests": told.num_lost,
+    }
+    return [*busy, *scraper.faults, *told.faults], figures
 
 
 async def settled(plain: Plain) -> None:

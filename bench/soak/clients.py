@@ -17,6 +17,8 @@ import httpx
 
 from bench.failover.streams import MODEL, WORDS, Ask, Seen, asks, client_of, stream
 from bench.soak import hostile
+from bench.soak.keys import Keys
+from bench.soak.logs import Asked
 from bench.soak.raw import exchange, trickle
 
 ANSWER_S: Final = 90.0  # for which an answer may take, faults and all
@@ -25,7 +27,7 @@ TTL_S: Final = 20.0  # of capsules: their clients may never learn of them
 MAX_SHOWN: Final = 20
 REFUSALS: Final = frozenset(
     (
-        *("unavailable", "lookup_incomplete", "no_worker", "worker_lost"),
+        *("unavailable", "lookup_incomplete", "store_away", "no_worker", "worker_lost"),
         *("poison_request", "pool_exhausted"),
         *("capsules_full", "saturated", "overloaded", "deadline_exceeded", "tenant_queue_full"),
     )
@@ -86,14 +88,19 @@ def deck(num: int, max_tokens: int) -> list[Step]:
 class Clients:
     """All clients of one run. `seed` says what each does."""
 
-    def __init__(self, service: Service, *, seed: int, num_asks: int, max_tokens: int) -> None:
+    def __init__(
+        self, service: Service, keys: Keys, *, seed: int, num_asks: int, max_tokens: int
+    ) -> None:
         self.ledger = Ledger()
+        self.asked: dict[str, Asked] = {}  # requests, by the ids that they are sent with
+        self._keys = keys
+        self._rng = random.Random(f"{seed} keys")
         self._service = service
         self._seed = seed
         self._max_tokens = max_tokens
         self._deck = deck(num_asks, max_tokens)
         self._expected: dict[str, Seen] = {}
-        self._http = [client_of(url) for url in service.urls]
+        self._http: dict[tuple[int, str], httpx.AsyncClient] = {}  # by gateway and key
         self._is_over = False
         self._clients: list[asyncio.Task[None]] = []
 
@@ -103,22 +110,58 @@ class Clients:
         """Ask everything once, undisturbed; then again, when caches are warm."""
         for _ in range(2):
             for step in self._deck:
-                await self._ask("deck", 0, step, may_fail=False)
+                await self._ask("deck", 0, step, self._key(), may_fail=False)
             for number in range(len(self._deck) // 8):
-                await self._tree(0, number, may_fail=False)
+                await self._tree(0, number, self._key(), may_fail=False)
 
     def begin(self, num: int) -> None:
         """`num` clients, each of whom asks for one thing after the other."""
         self._clients = [asyncio.create_task(self._client(i)) for i in range(num)]
 
     async def end(self) -> None:
-        """Return when every client has its last answer."""
+        """Return when every client has its last answer, and each gateway the keys as they are now."""
         self._is_over = True
         await asyncio.gather(*self._clients)
+        for gateway in range(len(self._service.urls)):
+            for token in self._keys.ended:
+                async with asyncio.timeout(ANSWER_S):
+                    while await self._look(gateway, token) != 401:  # noqa: ASYNC110 # another process
+                        await asyncio.sleep(REST_S)
+                self.ledger.note("ended key", "401")
 
     async def close(self) -> None:
-        for client in self._http:
+        for client in self._http.values():
             await client.aclose()
+
+    # Keys
+
+    def _key(self) -> str:
+        return self._keys.choose(self._rng)
+
+    def _with_key(self, gateway: int, token: str) -> httpx.AsyncClient:
+        """A client of that gateway, each of whose requests has an id in `asked`."""
+        found = self._http.get((gateway, token))
+        if found is None:
+            found = self._http[gateway, token] = client_of(self._service.urls[gateway])
+            found.headers["authorization"] = f"Bearer {token}"
+            found.event_hooks = {
+                "request": [lambda request: self._note(gateway, request, 0)],
+                "response": [
+                    lambda answer: self._note(gateway, answer.request, answer.status_code)
+                ],
+            }
+        return found
+
+    async def _note(self, gateway: int, request: httpx.Request, status: int) -> None:
+        name = request.headers.setdefault("x-request-id", f"r{len(self.asked)}")
+        self.asked[name] = Asked(f"g{gateway}", time.monotonic(), status)
+
+    async def _look(self, gateway: int, token: str) -> int:
+        """The status of a small request; 0 without an answer."""
+        try:
+            return (await self._with_key(gateway, token).get("/v1/models")).status_code
+        except httpx.HTTPError:
+            return 0
 
     # What clients do
 
@@ -131,23 +174,24 @@ class Clients:
             (4, self._giant),
             (4, self._hostile),
             (1, self._slow_reader),
+            (6, self._limited),
         ]
         weights, calls = [w for w, _ in flows], [call for _, call in flows]
         while not self._is_over:
             (flow,) = rng.choices(calls, weights)
-            await flow(rng, rng.randrange(len(self._http)))
+            await flow(rng, rng.randrange(len(self._service.urls)))
             await asyncio.sleep(rng.random() * 0.1)
 
     async def _one(self, rng: random.Random, gateway: int) -> None:
-        await self._ask("deck", gateway, rng.choice(self._deck))
+        await self._ask("deck", gateway, rng.choice(self._deck), self._key())
 
     async def _many_generations(self, rng: random.Random, gateway: int) -> None:
-        await self._tree(gateway, rng.randrange(len(self._deck) // 8))
+        await self._tree(gateway, rng.randrange(len(self._deck) // 8), self._key())
 
-    async def _tree(self, gateway: int, number: int, *, may_fail: bool = True) -> None:
+    async def _tree(self, gateway: int, number: int, key: str, *, may_fail: bool = True) -> None:
         """A capsule, forks of it, forks of one of them, and of that; the capsule is deleted at the end."""
         prompt = " ".join(WORDS[(3 * number + k) % len(WORDS)] for k in range(40))
-        made = await self._call(gateway, "capsule", "POST", "/v1/capsules", prompt, may_fail)
+        made = await self._call(gateway, "capsule", "POST", "/v1/capsules", prompt, may_fail, key)
         if made is None:
             return
         began = time.monotonic()
@@ -158,7 +202,7 @@ class Clients:
             body = {**options, **shape, "seed": number + depth, "temperature": 0.8}
             step = Step(f"tree {number}/{depth}", Ask("fork", f"/v1/capsules/{capsule}/fork", body))
             may_forget = self._service.may_cut(gateway, began) or time.monotonic() - began > TTL_S
-            seen = await self._ask("fork", gateway, step, may_fail=may_fail)
+            seen = await self._ask("fork", gateway, step, key, may_fail=may_fail)
             if seen.code in GONE and not may_forget:
                 self.ledger.fail("fork", f"{step.key}: forgotten: {seen.error}")
             capsule = seen.capsules.get(1)
@@ -167,18 +211,20 @@ class Clients:
         path = f"/v1/capsules/{made['id']}"
         # A client that means it: refusals and broken connections are tried again.
         for _ in range(100):
-            if await self._call(gateway, "delete", "DELETE", path, None, may_fail) is not None:
+            if await self._call(gateway, "delete", "DELETE", path, None, may_fail, key) is not None:
                 break
             await asyncio.sleep(REST_S)
 
     async def _leave(self, rng: random.Random, gateway: int) -> None:
         """Ask, read a little of the stream, and hang up."""
         step = rng.choice([each for each in self._deck if each.ask.body.get("stream")])
-        num_lines = rng.choice([0, 1, 3, 20])
+        num_lines, token = rng.choice([0, 1, 3, 20]), self._keys.token(self._key())
         try:
             async with (
                 asyncio.timeout(ANSWER_S),
-                self._http[gateway].stream("POST", step.ask.path, json=step.ask.body) as answer,
+                self._with_key(gateway, token).stream(
+                    "POST", step.ask.path, json=step.ask.body
+                ) as answer,
             ):
                 lines = answer.aiter_lines()
                 for _ in range(num_lines):
@@ -196,7 +242,8 @@ class Clients:
         body = {"model": MODEL, "prompt": "tree " * (num_bytes // 5), "max_tokens": 4}
         since = time.monotonic()
         try:
-            answer = await self._http[gateway].post("/v1/completions", json=body)
+            client = self._with_key(gateway, self._keys.token("acme"))
+            answer = await client.post("/v1/completions", json=body)
         except httpx.HTTPError as error:
             # A server may close while the rest of a body that it refuses is still being sent.
             is_fine = wants == 413 or self._service.may_cut(gateway, since)
@@ -208,7 +255,8 @@ class Clients:
     async def _hostile(self, rng: random.Random, gateway: int) -> None:
         since = time.monotonic()
         for _ in range(5):
-            request = hostile.request(rng)
+            token = self._keys.token(rng.choice(("acme", "operator")))
+            request = hostile.with_key(hostile.request(rng), token)
             found = await exchange(
                 self._service.urls[gateway],
                 request.raw,
@@ -222,21 +270,40 @@ class Clients:
     async def _slow_reader(self, rng: random.Random, gateway: int) -> None:
         """Read a byte at a time, and hang up after a while."""
         step = rng.choice([each for each in self._deck if each.ask.body.get("stream")])
-        url = self._service.urls[gateway]
-        await trickle(url, step.ask.path, step.ask.body, seconds=10.0, period_s=0.05)
+        url, key = self._service.urls[gateway], self._keys.token("acme")
+        await trickle(url, step.ask.path, step.ask.body, seconds=10.0, period_s=0.05, key=key)
         self.ledger.note("slow reader", "left")
+
+    async def _limited(self, rng: random.Random, gateway: int) -> None:
+        """Ask with a key that has a limit: 429, if that is used up, says how long to wait."""
+        step, since = rng.choice(self._deck), time.monotonic()
+        client = self._with_key(gateway, self._keys.token("limited"))
+        try:
+            answer = await client.post(step.ask.path, json=step.ask.body, timeout=ANSWER_S)
+        except httpx.HTTPError as error:
+            self._check("limited", self._service.may_cut(gateway, since), "cut", repr(error))
+            return
+        status, wait = answer.status_code, answer.headers.get("retry-after", "")
+        is_fine = status in (200, 503) or (status == 429 and wait.isdigit() and int(wait) > 0)
+        self._check("limited", is_fine, str(status), f"{wait!r}: {answer.text[:300]}")
 
     # One request
 
-    async def _ask(self, kind: str, gateway: int, step: Step, *, may_fail: bool = True) -> Seen:
+    async def _ask(
+        self, kind: str, gateway: int, step: Step, key: str, *, may_fail: bool = True
+    ) -> Seen:
         seen, since = Seen(), time.monotonic()
+        client = self._with_key(gateway, self._keys.token(key))
         try:
             async with asyncio.timeout(ANSWER_S):
-                await stream(self._http[gateway], step.ask, seen)
+                await stream(client, step.ask, seen)
         except TimeoutError:
             self.ledger.fail(kind, f"{step.key}: no end in {ANSWER_S:g} s; {seen}")
             return seen
-        self._judge(kind, step, seen, may_fail, self._service.may_cut(gateway, since))
+        if seen.status == 401:
+            self._check(kind, self._keys.may_be_refused(key, since), "401", f"{step.key}: {key}")
+        else:
+            self._judge(kind, step, seen, may_fail, self._service.may_cut(gateway, since))
         self.ledger.longest_s = max(self.ledger.longest_s, time.monotonic() - since)
         if not seen.is_whole:
             await asyncio.sleep(REST_S)
@@ -262,13 +329,20 @@ class Clients:
             self._check(kind, may_be_cut, "cut", f"{step.key}: {seen.error}")
 
     async def _call(
-        self, gateway: int, kind: str, method: str, path: str, prompt: str | None, may_fail: bool
+        self,
+        gateway: int,
+        kind: str,
+        method: str,
+        path: str,
+        prompt: str | None,
+        may_fail: bool,
+        key: str,
     ) -> dict[str, Any] | None:
         """The answer to a small request; None if it failed as it may."""
-        since = time.monotonic()
+        since, client = time.monotonic(), self._with_key(gateway, self._keys.token(key))
         body = None if prompt is None else {"model": MODEL, "prompt": prompt, "ttl_s": TTL_S}
         try:
-            answer = await self._http[gateway].request(method, path, json=body, timeout=ANSWER_S)
+            answer = await client.request(method, path, json=body, timeout=ANSWER_S)
         except httpx.HTTPError as error:
             is_fine = may_fail and self._service.may_cut(gateway, since)
             self._check(kind, is_fine, "cut", f"{path}: {error!r}")
@@ -278,6 +352,9 @@ class Clients:
         if answer.status_code == 200:
             self.ledger.note(kind, "done")
             return found
+        if answer.status_code == 401:
+            self._check(kind, self._keys.may_be_refused(key, since), "401", f"{path}: {key}")
+            return {} if kind == "delete" else None  # its key will never be taken again
         is_fine = code in REFUSALS or (kind == "delete" and code in GONE)
         self._check(kind, may_fail and is_fine, code, f"{path}: {answer.text[:300]}")
         return {} if code in GONE else None

@@ -8,6 +8,7 @@ import resource
 import signal
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Final, NamedTuple
 
@@ -25,6 +26,7 @@ LENGTH_S: Final = (0.5, 7.0)
 PULSE_S: Final = (0.15, 0.05)  # stopped and running, of a slow process
 EXCUSE_S: Final = 3.0  # for which a fault explains what comes after it
 MAX_JUMP_S: Final = 7200.0
+UNLOGGED_S: Final = 20.0  # before a fault, of requests that it may have ended
 
 
 class Past(NamedTuple):
@@ -42,17 +44,26 @@ class Chaos:
     So the memory of these is seen over the whole run.
     """
 
-    def __init__(self, plain: Plain, *, seed: int) -> None:
+    def __init__(self, plain: Plain, key: str, *, seed: int) -> None:
+        """`key`: of the requests that it sends."""
         self.plain = plain
+        self._key = key
         self.past: list[Past] = []
         self._rng = random.Random(f"{seed} faults")
         self._began = time.monotonic()
         self._cuts: list[tuple[int, float, float]] = []  # gateway, begin, end
         self._busy: set[str] = set()
+        self.unlogged: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        """Times by process whose requests may be in no log: it was killed, or could not write."""
 
     @property
     def urls(self) -> list[str]:
         return self.plain.urls
+
+    @property
+    def minutes(self) -> float:
+        """Since the beginning."""
+        return (time.monotonic() - self._began) / 60
 
     def may_cut(self, gateway: int, since: float) -> bool:
         child, now = self.plain.gateways[gateway], time.monotonic()
@@ -118,6 +129,7 @@ class Chaos:
         lives, now = child.lives, time.monotonic()
         if child in self.plain.gateways:  # clients may know before this process does
             self._cuts.append((self.plain.gateways.index(child), now, now + EXCUSE_S))
+        self.unlogged[child.name].append((now - UNLOGGED_S, now + EXCUSE_S))
         _signal(child.pid, signal.SIGKILL)
         while child.lives == lives or child.pid is None:  # noqa: ASYNC110 - another process
             await asyncio.sleep(0.05)
@@ -164,6 +176,8 @@ class Chaos:
 
     async def _fill_disk(self, child: Child, seconds: float) -> None:
         """Every write to a file fails: of all that it writes, those are its logs."""
+        now = time.monotonic()
+        self.unlogged[child.name].append((now - UNLOGGED_S, now + seconds + EXCUSE_S))
         with _limited(child.pid, resource.RLIMIT_FSIZE, 0):
             await asyncio.sleep(seconds)
 
@@ -183,7 +197,8 @@ class Chaos:
         assert config.engine.kv_tokens is not None
         length = config.engine.kv_tokens // 3
         firsts = [self._rng.randrange(100) for _ in range(12)]
-        async with httpx.AsyncClient(timeout=60.0) as client:
+        headers = {"authorization": f"Bearer {self._key}"}
+        async with httpx.AsyncClient(timeout=60.0, headers=headers) as client:
             await asyncio.gather(
                 *(
                     client.post(

@@ -83,6 +83,13 @@ def request(rng: random.Random) -> Request:
     return maker(rng)
 
 
+def with_key(sent: Request, key: str) -> Request:
+    """The same request with an API key, if it has a place for one."""
+    head, end, rest = sent.raw.partition(b" HTTP/1.1\r\n")
+    given = f"authorization: Bearer {key}\r\n".encode()
+    return sent._replace(raw=head + end + given + rest) if end else sent
+
+
 def problem(sent: Request, found: Answer) -> str:
     """The fault of the answer, if it has one."""
     if found.status == HUNG:

@@ -23,6 +23,7 @@ import psutil
 
 from bench.doubles.ports import free_ports
 from bench.failover.faults import clock_environment, set_clock
+from bench.soak.keys import Keys
 from bench.soak.process import EnginesSpec, GatewaySpec, Report
 from bench.soak.proxy import Proxy
 from mallee.protocol.subjects import BusRole
@@ -135,19 +136,21 @@ class Plain:
     """The running service. Belongs to one event loop; an asynchronous context manager."""
 
     def __init__(self, config: AppConfig) -> None:
-        self.config = config
         self.folder = Path(tempfile.mkdtemp(prefix="mallee-soak-"))
+        self.keys = Keys(self.folder / "keys.yaml")
+        http = config.http.model_copy(update={"keys_file": str(self.keys.file)})
+        self.config = config.model_copy(update={"http": http})
         self.broker = Broker(fleet=config.fleet)
         self.links: dict[tuple[str, str], Proxy] = {}  # by gateway and process of engines
         self.buses: dict[str, Proxy] = {}  # by process
         self._secret = new_secret()
         self._lives = count(1)
         self._tasks = Tasks("the soaked service")
-        *http, _ = ports = free_ports(2 + 4 + 1)
-        self._ports = dict(zip(("g0", "g1", "e0", "e1"), ports[2:], strict=False))
-        self.urls = [f"http://127.0.0.1:{port}" for port in http[:2]]
+        ports = free_ports(2 + 4)
+        self._ports = dict(zip(("g0", "g1", "e0", "e1"), ports[2:], strict=True))
+        self.urls = [f"http://127.0.0.1:{port}" for port in ports[:2]]
         self.engines = [self._engines(i) for i in range(2)]
-        self.gateways = [self._gateway(i, port) for i, port in enumerate(http[:2])]
+        self.gateways = [self._gateway(i, port) for i, port in enumerate(ports[:2])]
         self.workers = [name for i in range(2) for name in self._names(i)]
 
     @property

@@ -30,6 +30,7 @@ from mallee.actors.build import (
     build_gateway,
     build_link_listener,
     build_router,
+    build_scraped,
     engine_config,
     resolve,
     served_name,
@@ -38,6 +39,7 @@ from mallee.actors.hosting.engine import EngineThread, add_engine
 from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.worker import Capacity
 from mallee.actors.mock.process import run
+from mallee.protocol.errors import MalleeError
 from mallee.protocol.events import Snapshot, unpack_hashes
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.model import ModelSpec
@@ -47,6 +49,7 @@ from mallee.runtime.bus.access import BrokerAccess
 from mallee.runtime.bus.nats import NatsBus
 from mallee.runtime.config import AppConfig
 from mallee.runtime.proxy.server import Server
+from mallee.runtime.telemetry import logs
 from mallee.runtime.transport.address import Way
 from mallee.runtime.transport.greeting import Secret
 from mallee.runtime.transport.link import Dial, Transport, dial
@@ -56,6 +59,8 @@ from mallee.worker.forward import ForwardBatch, Logits
 from mallee.worker.model.config import model_spec
 from mallee.worker.model.loading.config_json import read_config
 from mallee.worker.model.sampling.grammar import TokenGrammars
+
+log = logging.getLogger(__name__)
 
 STEP_S = 0.004  # of an engine
 
@@ -160,12 +165,15 @@ async def engines(spec: EnginesSpec) -> Any:
     listener = build_link_listener(config, "", CommandServer(host, Secret(spec.secret)))
     await listener.listen_unix(spec.path)
     host.address = str(listener.address)
+    scraped = build_scraped(config, host, "127.0.0.1")
+    assert scraped is not None
     await bus.connect()
-    await host.start()
+    await host.start(scraped.start_up())
     try:
         yield partial(_report_of_engines, host)
     finally:
         await host.close()
+        await scraped.close()
         await listener.close()
         await bus.close()
 
@@ -206,10 +214,13 @@ async def gateway(spec: GatewaySpec) -> Any:
         router=router,
         model=spec_of(config),
         secret=Secret(spec.secret),
+        label=spec.way.lstrip("."),
     )
     await made.start()
     server = Server(made.api, log_level="error")
     serving = asyncio.create_task(server.serve(sockets=[listener("127.0.0.1", spec.port)]))
+    while not server.started:  # noqa: ASYNC110 # before that it refuses connections
+        await asyncio.sleep(0.01)
 
     async def report() -> Report:
         names = [each.worker for each in router.workers()]
@@ -306,9 +317,16 @@ def say(line: str) -> None:
 
 
 def main() -> int:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    run(serve(msgspec.json.decode(sys.stdin.buffer.readline(), type=EnginesSpec | GatewaySpec)))
+    line = sys.stdin.buffer.readline()
+    spec: EnginesSpec | GatewaySpec = msgspec.json.decode(line, type=EnginesSpec | GatewaySpec)
+    kind = "worker" if isinstance(spec, EnginesSpec) else "gateway"
+    telemetry = AppConfig.model_validate_json(spec.config).telemetry
+    logs.set_up(telemetry.log_level, telemetry.log_format, process=kind, name=spec.name)
+    try:
+        run(serve(spec))
+    except MalleeError as error:
+        log.error("%s", error)
+        return 1
     return 0
 
 

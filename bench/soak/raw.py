@@ -63,9 +63,11 @@ async def _chunks(reader: asyncio.StreamReader) -> bytes:
     return b"".join(parts)
 
 
-def post(path: str, body: dict[str, Any]) -> bytes:
+def post(path: str, body: dict[str, Any], key: str = "") -> bytes:
+    """A request, with an API key if one is given."""
     raw = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head += f"authorization: Bearer {key}\r\n" if key else ""
     return f"{head}content-length: {len(raw)}\r\n\r\n".encode() + raw
 
 
@@ -84,7 +86,7 @@ async def leave(url: str, path: str, body: dict[str, Any], *, after_nbytes: int)
 
 
 async def trickle(
-    url: str, path: str, body: dict[str, Any], *, seconds: float, period_s: float
+    url: str, path: str, body: dict[str, Any], *, seconds: float, period_s: float, key: str = ""
 ) -> int:
     """Ask, read a byte each period for so long, with as little buffer as there can be; bytes read."""
     place, loop = urlsplit(url), asyncio.get_running_loop()
@@ -95,7 +97,7 @@ async def trickle(
         try:
             async with asyncio.timeout(seconds):
                 await loop.sock_connect(connection, (place.hostname, place.port))
-                await loop.sock_sendall(connection, post(path, body))
+                await loop.sock_sendall(connection, post(path, body, key))
                 while await loop.sock_recv(connection, 1):
                     num_read += 1
                     await asyncio.sleep(period_s)

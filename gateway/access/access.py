@@ -13,6 +13,7 @@ from mallee.gateway.access.visits import UNLIMITED, Visit
 from mallee.protocol.api.shared import MAX_TENANT
 from mallee.protocol.errors import ConfigError, Forbidden, InvalidParameter, Unauthorized
 from mallee.runtime.tasks import Tasks
+from mallee.runtime.telemetry.families import Label, Reading
 
 log = logging.getLogger(__name__)
 
@@ -20,6 +21,20 @@ RELOAD_S: Final = 1.0
 SWEEP_S: Final = 5.0  # between looks for capsules that are gone
 TENANT_HEADER: Final = "x-tenant-id"
 LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
+READINGS: Final = (
+    Reading(
+        "mallee_keys_refused",
+        "1 while the file of keys has a fault: the keys before it hold.",
+        lambda access: bool(access.fault),
+    ),
+    Reading(
+        "mallee_expiry_timestamp_seconds",
+        "When the next `key`, or `links.tls_cert`, expires, since the epoch; 0: none does.",
+        "expiries",
+        (Label("of", ("key", "certificate")),),
+    ),
+)
+"""Metrics of an `Access`."""
 
 
 class Caller(NamedTuple):

@@ -34,7 +34,7 @@ from mallee.protocol.subjects import BusRole, Subjects
 from mallee.runtime.addresses import free_port
 from mallee.runtime.bus.access import BrokerAccess, operators_broker
 from mallee.runtime.bus.accounts import Passwords, authorization
-from mallee.runtime.bus.children import death_follower, end
+from mallee.runtime.bus.children import Pauses, death_follower, end
 from mallee.runtime.bus.nats import CLOSE_TIMEOUT_S, BusClient, NoTls
 from mallee.runtime.config import AppConfig
 from mallee.runtime.tasks import Tasks
@@ -42,7 +42,7 @@ from mallee.runtime.tasks import Tasks
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 10.0
-BACKOFF_S = (0.2, 2.0)
+PAUSES_S = (0.2, 2.0, 1.0)
 BROKER_WAIT_S = 5.0
 LOCK_WAIT_S = 20.0  # for a broker that ends
 LOOK_S = 1.0  # between looks at the room on the disk
@@ -178,22 +178,21 @@ class Broker:
             ) from error
 
     async def _supervise(self, binary: str) -> None:
-        backoff = BACKOFF_S[0]
+        pauses, began = Pauses(*PAUSES_S), time.monotonic()
         while True:
             assert self._child is not None
             status = await self._child.wait()
             log.warning("the broker died with status %s; it is started again", status)
             self.restarts += 1
             while True:
-                await asyncio.sleep(backoff)
+                await asyncio.sleep(pauses.after(time.monotonic() - began))
+                began = time.monotonic()
                 try:
                     await self._launch(binary)
-                    backoff = BACKOFF_S[0]
                     break
                 except ConfigError as error:
                     log.warning("the broker does not start: %s", error)
                     await end(self._child)
-                    backoff = min(2 * backoff, BACKOFF_S[1])
 
     async def _watch_disk(self, folder: Path) -> None:
         """A child whose write found no room stores nothing there any more: start it again once there is."""

@@ -12,6 +12,19 @@ STOP_TIMEOUT_S = 2.0
 _PR_SET_PDEATHSIG = 1
 
 
+class Pauses:
+    """Pauses before the next start of a process that ended: twice as long each time that it ended young."""
+
+    def __init__(self, least_s: float, most_s: float, young_s: float) -> None:
+        self.num_young = 0  # ends one after the other
+        self._least_s, self._most_s, self._young_s = least_s, most_s, young_s
+
+    def after(self, lived_s: float) -> float:
+        """The pause after a life of so many seconds."""
+        self.num_young = self.num_young + 1 if lived_s < self._young_s else 0
+        return float(min(self._least_s * 2 ** min(self.num_young, 32), self._most_s))
+
+
 async def end(child: asyncio.subprocess.Process, timeout_s: float = STOP_TIMEOUT_S) -> None:
     """End a child: terminate it, and kill it after `timeout_s`."""
     if child.returncode is not None:

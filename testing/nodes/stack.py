@@ -20,7 +20,8 @@ import httpx
 import msgspec
 import psutil
 
-from mallee.actors.build import check_files, open_access
+from mallee.actors.build import open_access
+from mallee.actors.checks import check_files
 from mallee.actors.local import (
     CLOSE_TIMEOUT_S,
     OBJECT_STORE_BYTES,
@@ -32,7 +33,7 @@ from mallee.protocol.errors import ConfigError
 from mallee.runtime.addresses import PRIVATE, base_url, free_port
 from mallee.runtime.bus.accounts import Passwords
 from mallee.runtime.bus.broker import find_binary
-from mallee.runtime.bus.children import death_follower
+from mallee.runtime.bus.children import Pauses, death_follower
 from mallee.runtime.config import AppConfig
 from mallee.runtime.proxy.choice import SWITCH, haproxy_binary, serving_environment
 from mallee.testing.nodes import network
@@ -60,8 +61,7 @@ _QUARANTINE_S: Final = 5
 _ALL: Final = "0.0.0.0"  # noqa: S104 # interfaces of a node, in its own network
 _TICK_S = 0.1
 _LINK_S = 10.0
-_BACKOFF_S = (1.0, 10.0)  # between two starts of a node that ends at once
-_YOUNG_S = 30.0
+_PAUSES_S = (1.0, 10.0, 30.0)
 _MAX_LATE = 5  # starts that may fail, of all nodes together
 _HEAD_STARTS = 5
 _DEPLOY_S = 600.0
@@ -139,7 +139,7 @@ class NodesStack:
             self._ray_port, self._host, self._port = _RAY_PORT, _ALL, _HTTP_PORT
             self._environment = cluster_environment() | {PRIVATE: "1"}
         self._processes: dict[int, _Process] = {}
-        self._backoff_s = _BACKOFF_S[0]
+        self._pauses = Pauses(*_PAUSES_S)
         self._num_late = 0
         self._serves = False
         self._front = self._made_front(listener) if listener is not None else None
@@ -431,10 +431,7 @@ class NodesStack:
 
     def _restart(self, node: Node) -> None:
         lived_s = time.monotonic() - self._processes[node.number].began
-        self._backoff_s = (
-            _BACKOFF_S[0] if lived_s > _YOUNG_S else min(2 * self._backoff_s, _BACKOFF_S[1])
-        )
-        time.sleep(self._backoff_s)
+        time.sleep(self._pauses.after(lived_s))
         try:
             self._launch(node)
         except ConfigError as error:

@@ -1,6 +1,7 @@
 """Refusals of requests and their messages."""
 
 import asyncio
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -315,6 +316,28 @@ def test_a_bug_is_500_with_an_id_and_no_detail(call: Any, caplog: pytest.LogCapt
         assert "err_1" in message
         assert "secret" not in message
     assert "request err_1 failed" in caplog.text
+
+
+def test_at_debug_each_request_has_a_line_with_its_status_and_the_id_of_a_proxy(
+    call: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", "mallee.api")
+    asked: list[tuple[str, str, str]] = [
+        ("POST", COMPLETIONS, "4f1c:a.b_c-D"),
+        ("GET", "/v1/models/zzz", ""),
+        ("GET", "/v2/its-secret", 'a "quoted" one'),
+        ("PUT", COMPLETIONS, "x" * 129),
+    ]
+    for method, path, name in asked:
+        body = {"prompt": "a", "stream": True} if method == "POST" else None
+        call(method, path, body, headers={"x-request-id": name} if name else {})
+    lines = [re.sub(r"in [\d.]+ s", "in T", each) for each in caplog.messages if " in 0." in each]
+    assert lines == [
+        "POST /v1/completions 200 in T, x-request-id 4f1c:a.b_c-D",
+        "GET /v1/models/{model:path} 404 in T",
+        "GET other 404 in T",
+        "PUT /v1/completions 405 in T",
+    ]
 
 
 def test_without_the_key_everything_but_health_is_401(

@@ -24,13 +24,21 @@ def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.timeout(400)
 def test_whatever_fails_no_answer_is_wrong_and_nothing_is_left(chat_folder: Path) -> None:
-    """K9, X5, X8, I26: each request ends once and right; then nothing is booked, held or open."""
+    """K9, X5, X8, I26: each request ends once and right; then nothing is booked, held or open.
+
+    Logs tell of each once, no counter goes back, and keys are broken, replaced, at their limit, expired.
+    """
     found, table = run_bench("soak", "--quick", "--model", str(chat_folder), timeout_s=380)
     assert found["num_wrong"] == 0, table
     assert found["left"] == [], table
     assert found["num_faults"] >= 5, table
     assert found["ends"]["deck: equal"] > 200, table
     assert found["ends"]["fork: equal"] > 100, table
+    assert found["ends"]["limited: 429"] > 0, table
+    assert found["ends"]["ended key: 401"] == 4, table
+    assert found["has_seen_broken_keys"], table
+    assert found["scrapes"] > 60, table
+    assert found["logged_requests"] > 500, table
 
 
 def test_hostile_requests_and_clients_that_hang_up_leave_nothing(chat_folder: Path) -> None:

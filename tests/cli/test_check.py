@@ -1,6 +1,7 @@
 """`mallee check`: every fault of a serve.yaml in a line of its own, before anything is deployed."""
 
 import json
+import socket
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -360,6 +361,19 @@ def test_options_that_the_running_serve_keeps_are_faults(
     assert isinstance(answer.exception, ConfigError)
     assert "at RAY_DASHBOARD_ADDRESS=http://127.0.0.1:1 (Failed to connect" in str(answer.exception)
     assert "Second line" not in str(answer.exception)
+
+
+def test_a_dashboard_that_does_not_answer_is_not_waited_for_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("mallee.cli.check.DASHBOARD_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        monkeypatch.setenv("RAY_DASHBOARD_ADDRESS", address)
+        answer = CliRunner().invoke(cli, ["check", str(ROOT / "serve.yaml"), "--running"])
+    assert isinstance(answer.exception, ConfigError)
+    assert f"RAY_DASHBOARD_ADDRESS={address} (" in str(answer.exception)
+    assert "timed out" in str(answer.exception)
 
 
 def test_weights_in_a_form_that_is_not_computed_are_a_fault_before_a_deploy(

@@ -77,6 +77,14 @@ def on_disk(capsules: str) -> Series:
     }
 
 
+def backends(endpoint: str = "a", **states: str) -> Series:
+    """The knowledge that a router has of one backend."""
+    return {
+        f'mallee_router_cache_knowledge{{{A},endpoint="{endpoint}",state="{state}"}}': told
+        for state, told in states.items()
+    }
+
+
 def files(num: str) -> Series:
     return {f"process_open_fds{{{A}}}": num, f"process_max_fds{{{A}}}": "1024x30"}
 
@@ -210,6 +218,19 @@ CASES: dict[str, Case] = {
         of(f'{G0},of="key"', expiry_timestamp_seconds="500000x30"),
         of(f'{G0},of="key"', expiry_timestamp_seconds="700000x30")
         | of(f'{G0},of="certificate"', expiry_timestamp_seconds="0x30"),
+    ),
+    # One of two is left; a series ends with its state.
+    "MalleeBackendsGone": Case(
+        backends(exact="1x10 _x20", blind="_x10 1x20"),
+        backends(blind="1x30") | backends("b", predicted="1x30"),
+    ),
+    "MalleeBackendAway": Case(
+        backends(exact="1x10 _x20", blind="_x10 1x20") | backends("b", exact="1x30"),
+        backends(exact="1x10 _x4 1x16", blind="_x10 1x4 _x16"),  # it was restarted
+    ),
+    "MalleeBackendPredicted": Case(
+        backends(exact="1x10 _x20", predicted="_x10 1x20") | backends("b", exact="1x30"),
+        backends(predicted="1x30") | backends("b", predicted="1x30"),  # none has events
     ),
 }
 

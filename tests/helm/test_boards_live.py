@@ -31,6 +31,8 @@ NO_LOANS = "mocked engines lend each other nothing"
 NO_BYTES = "blocks below the device have no bytes in mocked engines"
 
 # Titles of panels, and alerts, that have no data here, and why. One that has some is a fault, too.
+NO_KEYS = "no key is set"
+NO_ROUTER = "`mallee router` is another process"
 EMPTY = {
     "worker: Memory of the processes: {{part}}": "mocked engines load no weights",
     "worker: Room that capsules take below the device: disk, {{worker}}": NO_BYTES,
@@ -43,6 +45,16 @@ EMPTY = {
     "MalleeGatewaysAbsent": "`absent` has a value only where there is no gateway",
     "MalleeDiskTierFull": NO_BYTES,
     "MalleeLoansFail": NO_LOANS,
+    "fleet: Until a key or a certificate expires: {{of}}": NO_KEYS,
+    "fleet: Until a key or a certificate expires: {{gateway}} refuses its file of keys": NO_KEYS,
+    "MalleeExpiresSoon": NO_KEYS,
+    "router: Forwarded requests: {{end}}": NO_ROUTER,
+    "router: Forwarded requests: continued, {{how}}": NO_ROUTER,
+    "router: Backends by what is known of their caches: {{state}}": NO_ROUTER,
+    "router: Prompt blocks known on the backend: share": NO_ROUTER,
+    "MalleeBackendsGone": NO_ROUTER,
+    "MalleeBackendAway": NO_ROUTER,
+    "MalleeBackendPredicted": NO_ROUTER,
 }
 
 

@@ -3,6 +3,7 @@
 from typing import Final, Literal, TypeAlias, get_args
 
 from mallee.actors.front.counts import FrontCounts
+from mallee.gateway.access.access import READINGS
 from mallee.runtime.telemetry.families import Label
 
 End: TypeAlias = Literal["answered", "refused", "cut", "client_gone"]
@@ -36,6 +37,10 @@ class ProxyCounts(FrontCounts):
             "Requests refused before a backend was chosen, by status.",
             Label("status", most=16),
         )
+
+    def show_access(self, access: object) -> None:
+        """Show the state of API keys. Once."""
+        self.registry.area("Keys and certificates").readings(lambda: access, READINGS)
 
     def ended(self, end: End) -> None:
         self._ended[end].inc()

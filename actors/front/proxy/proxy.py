@@ -62,6 +62,7 @@ class Proxy(Front):
         self.now = 0.0  # of the loop, as of the last sweep
         self.port = 0
         self.access = Access(config.keys_path, os.environ)
+        self.counts.show_access(self.access)
         self._tracing = open_tracing("router", self.name)
         self.spans = None if self._tracing is None else _spans(self._tracing)
         self.tasks.include(self.access.tasks)

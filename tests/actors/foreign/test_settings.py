@@ -113,6 +113,8 @@ def test_arguments_are_held_against_vllms_source_before_it_is_loaded(
     if fault:
         with pytest.raises(ConfigError, match=r"engine\.vllm"):
             engine_args(AppConfig.model_validate(content))
+        served = CliRunner().invoke(cli, ["serve", "--config", str(settings)])
+        assert fault in str(served.exception), "before Ray is started"
 
 
 def test_without_vllm_check_says_that_its_arguments_are_not_known(

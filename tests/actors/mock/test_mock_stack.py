@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,30 @@ async def test_a_killed_process_of_engines_comes_back_and_its_streams_go_on_else
         changed = {worker for worker in lives if now[worker] != lives[worker]}
         assert changed == {"w0"}
         assert stack.children[0].pid != first
+
+
+async def test_a_process_that_ends_right_after_its_start_comes_back_later_each_time_and_is_told_of_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    starts = list[float]()
+
+    async def spawn(self: MockStack, number: int) -> None:
+        """It says that it is ready, and ends."""
+        starts.append(asyncio.get_running_loop().time())
+        self.children[number] = await asyncio.create_subprocess_exec(
+            "echo", "ready", stdout=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.PIPE
+        )
+
+    monkeypatch.setattr(stack, "PAUSES_S", (0.05, 0.3, 10.0))
+    async with MockStack(mock_config(folder), port=free_port()) as made:
+        monkeypatch.setattr(MockStack, "_spawn", spawn)
+        made.children[0].kill()
+        await until(lambda: len(starts) == 4)
+    first, second, third = (after - before for before, after in pairwise(starts))
+    assert first >= 0.2
+    assert min(second, third) >= 0.3
+    (told,) = [each for each in caplog.messages if "it is started again" in each]
+    assert told.endswith("it is started again, and later each time that it ends at once")
 
 
 async def test_a_stack_ends_if_a_killed_process_does_not_start_again_in_time(

@@ -161,7 +161,8 @@ async def test_every_process_of_a_deployment_is_found_and_shows_what_it_declares
         }
         for address in targets["worker"]:
             lacking = check_exposition(texts[address], "worker")
-            assert all("_loan" in name or "_memory_" in name for name in lacking), lacking
+            parts = ("_loan", "_memory_", "_cached_state", "_evicted_states")
+            assert all(any(part in name for part in parts) for name in lacking), lacking
             ready = await root.get(f"http://{address}/health/ready")
             assert ready.json() == {"status": "ready"}
         workers = "".join(texts[address] for address in targets["worker"])

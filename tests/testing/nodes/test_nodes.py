@@ -84,14 +84,21 @@ def test_a_ray_that_is_late_is_one_error_with_its_remedy(
 
 
 def test_haproxys_sockets_have_short_paths_whatever_tmpdir_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Ray puts them below a node's id of 56 characters, and HAProxy binds a name of 12 more first."""
     (long := tmp_path / "scratch").mkdir()
     config = AppConfig.model_validate({"model": "m", "engine": {"kind": "mock"}})
     for folder in (str(long), "/tmp"):
         monkeypatch.setattr("tempfile.tempdir", folder)
-        stack = LocalStack(config, port=0)
+        caplog.clear()
+        with caplog.at_level("INFO", "mallee"):
+            stack = LocalStack(config, port=0)
+        assert caplog.messages == (
+            [f"TMPDIR={long} is too long for HAProxy's sockets: they are in /tmp"]
+            if folder == str(long)
+            else []
+        )
         assert len(f"{stack._folder}/{'n' * 56}/admin.sock.1234567.tmp") <= 107
         assert stack._folder.stat().st_mode & 0o777 == 0o700
         stack.close()

@@ -233,6 +233,21 @@ def test_a_grammar_that_would_end_or_stall_the_process_is_refused(
     lab.grammars.compile(Grammar("regex", f"after {reason}"))
 
 
+@pytest.mark.slow
+def test_the_end_of_a_worker_in_the_midst_of_a_grammar_leaves_no_traceback_in_its_log(
+    lab: Lab, capfd: pytest.CaptureFixture[str]
+) -> None:
+    lab.grammars.compile(Grammar("regex", "a{3}|the midst"))
+    assert lab.grammars._trial is not None
+    lab.grammars._trial.close()
+    child = lab.grammars._trial._started()
+    assert child.stdin is not None
+    child.stdin.write(b'{"grammar": "a cli')
+    child.stdin.close()
+    assert child.wait(10) == 0, "a thread of it has failed"
+    assert capfd.readouterr().err == ""
+
+
 @pytest.mark.parametrize(
     "source",
     [

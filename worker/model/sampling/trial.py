@@ -101,6 +101,8 @@ class Trial:
             [sys.executable, "-m", __name__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            # Its traceback, if its parent is killed, would be no line of a log, and may quote a client.
+            stderr=subprocess.DEVNULL,
             start_new_session=True,  # a terminal's Ctrl-C is the parent's to handle
         )
         self._end = weakref.finalize(self, _end, self._child)
