@@ -311,6 +311,28 @@ def test_more_than_this_machine_has_is_a_note_and_on_a_node_a_fault(
     assert "this machine has" not in check({"model": str(model), "workers": 1, **small}).output
 
 
+@pytest.mark.parametrize(
+    ("wrong", "sentences"),
+    [
+        (
+            {"recording": {"folder": "/proc/a"}, "imports": {"folder": "/proc/b"}},
+            ["recording.folder='/proc/a': /proc can't be written", "; imports.folder='/proc/b'"],
+        ),
+        ({"ray": {"worker_cpus": 512}}, ["1 workers ask for 512 CPUs (ray.worker_cpus)"]),
+    ],
+)
+def test_serve_refuses_before_ray_what_check_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any], sentences: list[str]
+) -> None:
+    monkeypatch.setattr("ray.init", lambda **options: pytest.fail("Ray is started"))
+    content = {"model": str(make_folder(tmp_path)), "engine": {"kind": "mock"}, **wrong}
+    (settings := tmp_path / "settings.yaml").write_text(yaml.safe_dump(content))
+    answer = CliRunner().invoke(cli, ["serve", "--config", str(settings)])
+    assert isinstance(answer.exception, ConfigError)
+    for sentence in sentences:
+        assert sentence in str(answer.exception)
+
+
 def test_options_that_the_running_serve_keeps_are_faults(
     check: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
