@@ -83,9 +83,11 @@ class Gateway:
         )
         context = SimpleNamespace(model=SPEC)
         server: Any = SimpleNamespace(gateway=SimpleNamespace(context=context))
-        asking: Any = None
-        self._messages = MessagesHandlers(server, self._maker, asking, prompts, chat)
+        unused: Any = None
         self._turns = TurnMaker(prompts, chat, self._maker)
+        self._messages = MessagesHandlers(
+            server, self._maker, unused, prompts, chat, self._turns, unused
+        )
         self._bodies = Bodies()
 
     def plan(self, api: str, raw: bytes) -> Plan:
