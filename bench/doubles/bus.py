@@ -148,6 +148,7 @@ class KeptValues:
         values = self.buckets[bucket.name]
         if (before := values.pop(key, None)) is not None:
             values.nbytes -= len(before.value)
+            del self._times[before.revision]
 
     def put(self, bucket: BucketSpec, key: str, value: bytes, now: float) -> int:
         self.revision += 1
