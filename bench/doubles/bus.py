@@ -115,9 +115,12 @@ def _matches(pattern: str, subject: str) -> bool:
 
 
 class Values(dict[str, Stored]):
-    """Those of one bucket by key, the oldest first."""
+    """Those of one bucket by key, the oldest first, and when each was put."""
 
-    nbytes = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+        self.times: dict[str, float] = {}
 
 
 class KeptValues:
@@ -131,14 +134,13 @@ class KeptValues:
         """Whether writes are carried out, and nobody hears of it."""
         self.late_s = 0.0  # by which every answer is
         self.news = asyncio.Event()  # replaced at each put
-        self._times: dict[int, float] = {}  # of puts, by revision
 
     def values(self, bucket: BucketSpec, now: float) -> dict[str, Stored]:
         """Those of a bucket that are not too old, or too many."""
         values = self.buckets.setdefault(bucket.name, Values())
         while values:
-            key, oldest = next(iter(values.items()))
-            is_old = self._times[oldest.revision] <= now - bucket.ttl_s
+            key = next(iter(values))
+            is_old = values.times[key] <= now - bucket.ttl_s
             if not is_old and values.nbytes <= bucket.max_nbytes:
                 break
             self.delete(bucket, key)
@@ -148,14 +150,13 @@ class KeptValues:
         values = self.buckets[bucket.name]
         if (before := values.pop(key, None)) is not None:
             values.nbytes -= len(before.value)
-            del self._times[before.revision]
+            del values.times[key]
 
     def put(self, bucket: BucketSpec, key: str, value: bytes, now: float) -> int:
         self.revision += 1
-        self._times[self.revision] = now
         self.delete(bucket, key)
         values = self.buckets[bucket.name]
-        values[key] = Stored(value, self.revision)
+        values[key], values.times[key] = Stored(value, self.revision), now
         values.nbytes += len(value)
         self.tell()
         return self.revision
