@@ -121,8 +121,13 @@ def machine() -> dict[str, str]:
     }
 
 
-def conclude(result: Any, out: Path | None) -> None:
-    """Print a result as the last line, one JSON object, and write it to `out`, if that is given."""
+def conclude(result: Any, out: Path | None, *, is_part: bool = False) -> None:
+    """Print a result as the last line, one JSON object, and write it to `out`, if that is given.
+
+    `is_part`: what else the file has already stays.
+    """
+    if is_part and out is not None and out.exists():
+        result = json.loads(out.read_text()) | result
     text = json.dumps(rounded(result))
     if out is not None:
         out.write_text(text + "\n")

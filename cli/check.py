@@ -89,8 +89,10 @@ def check(
     faults, applications = find_faults(values, is_picker=picker, is_router=router)
     if running and not faults:
         faults += ignored_options(serve_values(values))
+    from mallee.actors.foreign.arguments import argument_faults, known_arguments
+
     for each in applications:
-        faults += map(each.line, _engine_faults(each.config))
+        faults += map(each.line, argument_faults(each.config.engine.vllm, known_arguments()))
         if files:
             from mallee.actors.checks import shortages
 
@@ -417,13 +419,6 @@ def notes(application: Application) -> Iterator[str]:
     yield from shortages(config)
     if _is_of_hub(application.config.model):
         yield f"model={application.config.model!r} is no folder here: each node fetches it from the hub"
-
-
-def _engine_faults(config: "AppConfig") -> Iterator[str]:
-    """The faults of the arguments of vLLM's engine, as far as vLLM is here to name them."""
-    from mallee.actors.foreign.arguments import argument_faults, known_arguments
-
-    yield from argument_faults(config.engine.vllm, known_arguments())
 
 
 def missing_files(config: "AppConfig") -> Iterator[str]:

@@ -107,10 +107,10 @@ def _forked_from(request: AnyRequest) -> str:
     """The thread that a Codex thread was forked from, as the metadata in its body say; "" if none was."""
     told = getattr(request, "client_metadata", None)
     turn = told.get("x-codex-turn-metadata") if isinstance(told, dict) else None
+    if not isinstance(turn, str):
+        return ""
     try:
-        found = (
-            msgspec.json.decode(turn, type=_CodexTurn) if isinstance(turn, str) else _CodexTurn()
-        )
+        found = msgspec.json.decode(turn, type=_CodexTurn)
     except msgspec.DecodeError:
         return ""
     return _checked(found.forked_from_thread_id)

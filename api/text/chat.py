@@ -77,9 +77,8 @@ class Source:
             shown["reasoning_content"] = message.reasoning
             if "message.thinking" in self.text:
                 shown["thinking"] = message.reasoning
-                if (
-                    message.tool_calls and message.text
-                ):  # gpt-oss' takes one of the two beside a call
+                # gpt-oss' takes one of the two beside a call.
+                if message.tool_calls and message.text:
                     shown |= {"thinking": f"{message.reasoning}\n\n{message.text}", "content": ""}
         if message.tool_calls:
             if not message.text and self.tests_none:

@@ -330,8 +330,7 @@ def main() -> None:
     else:
         with pods_beside(args.pods, with_events=True) as (pods, pipe):
             found = {"stubs": {"pods": args.pods, **asyncio.run(measure(args, pods, pipe))}}
-    before = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
-    conclude({**before, **found, **machine()}, args.out)
+    conclude({**found, **machine()}, args.out, is_part=True)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ The last line is one JSON object, by clock and threads; a FILE that is there kee
 
 import argparse
 import gc
-import json
 import os
 import sys
 import time
@@ -160,9 +159,7 @@ def main() -> int:
     args = parser.parse_args()
     clock, plural = "cpu_time" if args.cpu_time else "wall", "s" if args.threads > 1 else ""
     report = {f"{clock}_{args.threads}_thread{plural}": of_engine(args)}
-    if args.out is not None and args.out.exists():
-        report = json.loads(args.out.read_text()) | report
-    conclude(report, args.out)
+    conclude(report, args.out, is_part=True)
     return 0
 
 

