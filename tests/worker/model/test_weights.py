@@ -365,6 +365,32 @@ def test_a_failed_conversion_leaves_nothing_and_the_next_one_works(
     assert resolve_model(str(gguf), cache_dir=cache).is_dir()
 
 
+@pytest.mark.parametrize(
+    ("last_words", "says"),
+    [
+        (
+            "Traceback ...\nValueError: no such quantization\n",
+            r"m\.gguf .ValueError: no such quantization.$",
+        ),
+        (
+            "ModuleNotFoundError: No module named 'gguf'",
+            r"named 'gguf'.: pip install 'mallee\[serve,demo\]'",
+        ),
+        ("", r"m\.gguf .status -9.$"),
+    ],
+)
+def test_a_conversion_that_fails_says_why(
+    monkeypatch: pytest.MonkeyPatch, gguf: Path, tmp_path: Path, last_words: str, says: str
+) -> None:
+    def program(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        assert command[1:3] == ["-m", "mallee.worker.model.loading.convert"]
+        return subprocess.CompletedProcess(command, -9, "", last_words)
+
+    monkeypatch.setattr(source.subprocess, "run", program)
+    with pytest.raises(ModelNotFound, match=says):
+        resolve_model(str(gguf), cache_dir=tmp_path / "cache")
+
+
 @pytest.mark.model
 def test_smollm2_comes_with_weights_config_tokenizer_and_chat_template(smollm2: Path) -> None:
     config = json.loads((smollm2 / "config.json").read_text())

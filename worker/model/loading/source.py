@@ -1,15 +1,12 @@
 """Finds a model's files: a Hugging Face directory on this machine, made or fetched when needed.
 
 Doesn't know what the files mean: it neither reads weights nor judges whether we can serve them. The
-one place that touches transformers (to convert GGUF, once) and huggingface_hub (to download).
+one place that touches huggingface_hub (to download).
 """
 
-import contextlib
 import hashlib
 import importlib.metadata
-import io
 import json
-import logging
 import os
 import shutil
 import subprocess
@@ -194,42 +191,13 @@ def _sample(path: Path) -> str:
 
 
 def _convert(gguf: Path, target: Path) -> None:
-    try:
-        import accelerate  # noqa: F401  (transformers asks for it only after a long load)
-        import gguf as gguf_package  # noqa: F401
-        import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-        from transformers.utils import logging as hf_logging
-    except ImportError as e:
-        raise ModelNotFound(
-            f"converting {gguf.name} needs {e.name}: {_GGUF_REMEDY}", model=str(gguf)
-        ) from e
-    verbosity = hf_logging.get_verbosity()
-    hf_logging.set_verbosity(logging.ERROR)
-    folder = str(gguf.parent)
-    try:
-        # For its progress bars: the dequantiser's is reached by no setting.
-        with contextlib.redirect_stderr(io.StringIO()):
-            tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf.name)
-            tokenizer.save_pretrained(target)
-            model = AutoModelForCausalLM.from_pretrained(
-                folder, gguf_file=gguf.name, dtype=torch.bfloat16
-            )
-            _forget_quantization(model)
-            model.save_pretrained(target)
-    except (OSError, ValueError, ImportError, RuntimeError) as e:
-        raise ModelNotFound(f"can't convert {gguf}: {e}", model=str(gguf)) from e
-    finally:
-        hf_logging.set_verbosity(verbosity)
-
-
-def _forget_quantization(model: Any) -> None:
-    """The weights are dequantised by now; transformers refuses to save until told so."""
-    for owner, attribute in (
-        (model.config, "quantization_config"),
-        (model, "hf_quantizer"),
-        (model, "is_quantized"),
-        (model, "quantization_method"),
-    ):
-        if attribute in vars(owner):
-            delattr(owner, attribute)
+    program = f"{__package__}.convert"
+    done = subprocess.run(
+        [sys.executable, "-m", program, str(gguf.resolve()), str(target)],
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        why = (done.stderr.strip() or f"status {done.returncode}").splitlines()[-1]
+        remedy = f": {_GGUF_REMEDY}" if why.startswith("ModuleNotFoundError") else ""
+        raise ModelNotFound(f"can't convert {gguf} ({why}){remedy}", model=str(gguf))
