@@ -90,6 +90,7 @@ class LocalStack:
             raise
 
     def _start(self) -> None:
+        self._tell("checking the settings, the model and its files ...")
         self._check()
         http = self.config.http
         proxy = serving_environment(
@@ -116,6 +117,7 @@ class LocalStack:
         with _own_signal_handlers():
             _start_ray(options)
         self._is_up = True
+        _end_idle_helpers()
         check_gpus(self.config)
         # Gateways listen on the same address as the proxy: with HAProxy on every one by default.
         listen = {
@@ -196,7 +198,11 @@ class LocalStack:
                 raise RuntimeError(app.message)
             missing = [
                 " ".join(
-                    (name, *(f"({n} {each.lower()})" for each, n in found.replica_states.items()))
+                    (
+                        name,
+                        *(f"({n} {each.lower()})" for each, n in found.replica_states.items()),
+                        *found.message.strip().splitlines()[-1:],  # why one failed before
+                    )
                 )
                 for name, found in app.deployments.items()
                 if found.status != "HEALTHY"
@@ -341,12 +347,22 @@ def _start_ray(options: dict[str, Any]) -> None:
             ) from error
 
 
+def _end_idle_helpers() -> None:
+    """End what only waits in a Ray of one machine: the scaler of clusters, the reader of logs, and what stays
+    of a dashboard that is off. They take 180 MB and can't be left out (measured)."""
+    from ray._private.worker import global_worker
+
+    for end in ("kill_monitor", "kill_log_monitor", "kill_dashboard"):
+        if (kill := getattr(global_worker.node, end, None)) is not None:  # not in every version
+            kill(check_alive=False)
+
+
 def cause(error: Exception) -> str:
     """Serve's message about the first deployment that failed, or the error itself."""
     from ray import serve
 
     for deployment in serve.status().applications[APP_NAME].deployments.values():
-        lines = [line for line in deployment.message.strip().splitlines() if line.strip()]
         if "UNHEALTHY" in str(deployment.status) or "FAILED" in str(deployment.status):
+            lines = deployment.message.strip().splitlines()
             return lines[-1].strip() if lines else str(error)
     return str(error)

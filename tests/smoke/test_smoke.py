@@ -88,6 +88,13 @@ def test_haproxy_answers_and_the_service_is_well(service: ServeCommand) -> None:
     assert listening == ["haproxy"]
 
 
+def test_no_process_of_rays_runs_that_only_waits(service: ServeCommand) -> None:
+    """They took 180 MB: what scales clusters, sends logs to a driver, or shows a dashboard."""
+    assert service.family("raylet")
+    for part in ("autoscaler/_private/monitor.py", "log_monitor.py", "dashboard/dashboard.py"):
+        assert not service.family(part)
+
+
 def test_processes_are_scraped_where_the_api_says(service: ServeCommand) -> None:
     def told() -> dict[str, list[str]]:
         found = httpx.get(f"{service.url}/v1/router/metrics-targets").json()

@@ -105,6 +105,7 @@ def test_haproxys_sockets_have_short_paths_whatever_tmpdir_is(
         assert not stack._folder.exists()
 
 
+@pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20")  # Ray's
 def test_a_start_tells_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts that don't run yet, by the states of their replicas, for a log without a terminal too."""
 
@@ -113,6 +114,7 @@ def test_a_start_tells_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> Non
             name: SimpleNamespace(
                 status="UPDATING" if "STARTING" in found or not found else "HEALTHY",
                 replica_states=found,
+                message="It failed 1 time:\nValueError: why\n" if "FAILED" in status + name else "",
             )
             for name, found in parts.items()
         }
@@ -122,6 +124,7 @@ def test_a_start_tells_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> Non
     states = [
         state("DEPLOYING", Worker={}, Gateway={"STARTING": 1}),
         state("DEPLOYING", Worker={"STARTING": 1, "RUNNING": 2}, Gateway={"RUNNING": 1}),
+        state("DEPLOYING", FAILED={"STARTING": 1}),
         state("RUNNING"),
         state("DEPLOY_FAILED"),
     ]
@@ -135,6 +138,7 @@ def test_a_start_tells_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [sentence.partition(", 0 s")[0] for sentence in told] == [
         "waiting for Worker, Gateway (1 starting)",
         "waiting for Worker (1 starting) (2 running)",
+        "waiting for FAILED (1 starting) ValueError: why",
     ]
     with pytest.raises(RuntimeError, match="no memory"):
         stack._wait_until_running()
