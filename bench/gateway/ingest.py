@@ -97,7 +97,7 @@ async def paced(seconds: float, total: int, send: Callable[[int], None]) -> None
         for i in range(done, due):
             send(i)
         done = due
-        await asyncio.sleep(0.001)
+        await asyncio.sleep(max(0.001, seconds / total))
 
 
 async def until(claim: Callable[[], bool], timeout_s: float) -> None:
