@@ -189,6 +189,26 @@ def stages(data: Json) -> Iterator[str]:
         ("HAProxy", number(cpu["haproxy"])),
     ]
     yield table(["CPU of a request", "us"], [*rows, ("100 mocked engines", number(cpu["engines"]))])
+    yield table(
+        ["gateways on these cores", "requests/s", "CPU of a request in all gateways, us"],
+        [(n, number(at["rps"]), number(at["gateway"])) for n, at in data["gateways"].items()],
+    )
+
+
+def scale(data: Json) -> Iterator[str]:
+    parts = ("leases", "events", "bookings", "decisions")
+    yield table(
+        ["gateways", "requests/s in all", *parts, "all at once"],
+        [
+            (
+                n,
+                number(run["requests_s"]),
+                *(number(run["shares"][part]) for part in parts),
+                number(run["together"]),
+            )
+            for n, run in data["gateways"].items()
+        ],
+    )
 
 
 def gateway(data: Json) -> Iterator[str]:
@@ -1358,6 +1378,15 @@ SECTIONS = {
         "`mallee serve` over Ray, 16 clients, requests as above. The system counts each process's CPU while"
         " nobody looks; py-spy's looks at the gateway share its own out among stages.",
         stages,
+    ),
+    "scale": Section(
+        "A gateway among many",
+        "python -m bench.gateway.scale",
+        "What one gateway does for a fleet of 1,000 workers, as shares of a core, by the number of gateways,"
+        " each of which serves 250 requests/s: the workers' leases, their events (a batch of 16 blocks stored and"
+        " 16 removed a request), the others' bookings, its own decisions and bookings. A real router, feeds"
+        " and NATS; all others are a script. HTTP, tokens and streams are not in it (above).",
+        scale,
     ),
     "failover": Section(
         "Faults under load",

@@ -23,6 +23,7 @@ from bench.idle import sample
 from bench.serve.sides import MODEL, serve
 
 CLIENTS: Final = 16
+GATEWAYS: Final = (1, 2, 4)
 SECONDS: Final = 10.0
 LOOKS_A_SECOND: Final = 200
 PARTS: Final = {"gateway": "gateway", "haproxy": "HAProxy", "engines": "worker"}  # roles
@@ -67,9 +68,14 @@ def looking(pid: int, out: Path) -> Iterator[None]:
         raise RuntimeError(f"py-spy ended with {process.returncode}: {said}")
 
 
-def bench(engines: int, prompt_chars: int) -> dict[str, Any]:
-    """Requests a second, CPU of a request by process and of the gateway's by stage, in us."""
-    with tempfile.TemporaryDirectory() as name, serve(Path(name), engines) as url:
+def measured(
+    engines: int, prompt_chars: int, *, gateways: int = 1, looks: Path | None = None
+) -> dict[str, float]:
+    """Requests a second, and CPU of a request in us by role, of all gateways together; then py-spy looks."""
+    with (
+        tempfile.TemporaryDirectory() as name,
+        serve(Path(name), engines, gateways=gateways) as url,
+    ):
 
         def run(seconds: float) -> dict[str, float]:
             shape = {"prompt_chars": prompt_chars, "prompts": 4000, "model": MODEL, "seed": 1}
@@ -82,15 +88,28 @@ def bench(engines: int, prompt_chars: int) -> dict[str, Any]:
         used_s: Counter[str] = Counter()
         for pid, process in sample(psutil.Process()).items():
             used_s[process.role] += process.cpu_s - before[pid].cpu_s if pid in before else 0.0
-        pids = {process.role: pid for pid, process in before.items()}
+        if looks is not None:
+            pids = {process.role: pid for pid, process in before.items()}
+            with looking(pids["gateway"], looks):
+                run(SECONDS)
+    cpu_us = {part: used_s[role] / figures["requests"] * 1e6 for part, role in PARTS.items()}
+    return {"rps": figures["rps"], **cpu_us}
+
+
+def bench(engines: int, prompt_chars: int) -> dict[str, Any]:
+    """Requests a second, CPU of a request by process, of the gateway's by stage, of several gateways."""
+    with tempfile.TemporaryDirectory() as name:
         looks = Path(name) / "looks"
-        with looking(pids["gateway"], looks):
-            run(SECONDS)
+        cpu_us = measured(engines, prompt_chars, looks=looks)
         shares: Counter[str] = Counter()
         for line in looks.read_text().splitlines():
             stack, _, num = line.rpartition(" ")
             shares[stage_of(stack)] += int(num)
-    cpu_us = {part: used_s[role] / figures["requests"] * 1e6 for part, role in PARTS.items()}
     us = cpu_us["gateway"] / shares.total()
-    stages = {stage: num * us for stage, num in shares.most_common()}
-    return {"rps": figures["rps"], "cpu_us": cpu_us, "looks": shares.total(), "gateway_us": stages}
+    return {
+        "rps": cpu_us.pop("rps"),
+        "cpu_us": cpu_us,
+        "looks": shares.total(),
+        "gateway_us": {stage: num * us for stage, num in shares.most_common()},
+        "gateways": {n: measured(engines, prompt_chars, gateways=n) for n in GATEWAYS},
+    }
