@@ -1383,8 +1383,8 @@ SECTIONS = {
         "A gateway among many",
         "python -m bench.gateway.scale",
         "What one gateway does for a fleet of 1,000 workers, as shares of a core, by the number of gateways,"
-        " each of which serves 250 requests/s: the workers' leases, their events (a batch a request, 16 blocks"
-        " come and 16 go), the others' bookings, its own decisions and bookings. A real router, feeds"
+        " each of which serves 250 requests/s: the workers' leases, their events (of a request 16 blocks"
+        " stored, 16 removed), the others' bookings, its own decisions and bookings. A real router, feeds"
         " and NATS; all others are a script. HTTP, tokens and streams are not in it (above).",
         scale,
     ),
