@@ -5,7 +5,6 @@ import inspect
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
 from typing import Any
 
 import nats.errors
@@ -27,7 +26,6 @@ RETRY_S = 0.2
 MOVED_S = 2.0  # a broker that is away for so long may have moved
 ASK_S = 10.0  # for its address
 CLOSE_TIMEOUT_S = 1.0
-GATHER_S = 0.002  # between reads: each wakes the loop, which took 100 us (measured)
 PING_S = 2.0  # a broker is silent, and left, when three pings have gone without an answer
 
 
@@ -60,38 +58,8 @@ class BusClient(Client):
 
     It never speaks in the clear to a URL with `tls://`: nats-py asks the broker whether it wants TLS, and
     without sends the password as it is. Once `flush` returns, the broker has all that was sent before:
-    nats-py's ping overtakes subscriptions and messages that wait in its buffer. Of a busy fleet it reads
-    what came in GATHER_S at once, and gives it to `takers` in place of a task for each subscription.
+    nats-py's ping overtakes subscriptions and messages that wait in its buffer.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.takers: dict[int, Callable[[str, bytes], object]] = {}  # by number of subscription
-
-    async def _read_loop(self) -> None:
-        transport, loop, last_at = self._transport, asyncio.get_running_loop(), 0.0
-        assert transport is not None, "it is connected"
-        read = transport.read
-
-        async def gathered(buffer_size: int) -> bytes:
-            nonlocal last_at
-            if (early_s := last_at + GATHER_S - loop.time()) > 0:
-                await asyncio.sleep(early_s)
-            raw = await read(buffer_size)
-            is_whole = len(raw) < buffer_size  # else there is more of a large message
-            last_at = loop.time() if is_whole else 0.0
-            return raw
-
-        transport.read = gathered  # type: ignore[method-assign]
-        await super()._read_loop()
-
-    async def _process_msg(
-        self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes
-    ) -> None:
-        if (take := self.takers.get(sid)) is not None:
-            take(subject.decode(), data)
-        else:
-            await super()._process_msg(sid, subject, reply, data, headers)
 
     async def close(self) -> None:
         try:
@@ -127,15 +95,7 @@ class BusClient(Client):
 
 check_overrides(
     BusClient,
-    names=(
-        "close",
-        "_attempt_reconnect",
-        "_connect_to_server",
-        "_send_ping",
-        "_process_info",
-        "_process_msg",
-        "_read_loop",
-    ),
+    names=("close", "_attempt_reconnect", "_connect_to_server", "_send_ping", "_process_info"),
     needs="nats-py>=2.10,<2.17",
 )
 
@@ -325,8 +285,7 @@ class NatsBus:
         async def receive(message: Msg) -> None:
             self.signals.deliver(callback, message.subject, message.data)
 
-        found = await self._client.subscribe(subject, cb=receive)
-        self._client.takers[found._id] = partial(self.signals.deliver, callback)
+        await self._client.subscribe(subject, cb=receive)
 
     async def _serve(self, subject: str, handler: Handler) -> None:
         async def reply(message: Msg) -> None:
