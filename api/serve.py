@@ -25,7 +25,7 @@ from mallee.api.deltas import TextDelta, TextStream, TokenBytes
 from mallee.api.entry.middleware import age_s, caller_of, warn_of
 from mallee.api.errors import unexpected
 from mallee.api.jobs import Plan
-from mallee.api.sse import MAX_RUN, EventStream, unless_gone
+from mallee.api.sse import MAX_RUN, EventStream, unless_gone, watch_late
 from mallee.api.text.tokenizer import Tokenizer
 from mallee.gateway.access.access import Caller
 from mallee.gateway.access.visits import UNLIMITED, Visit
@@ -143,6 +143,8 @@ class Server:
         self.warn_of_tools(request, plan)
         if not is_admitted:
             await self.admit(caller, plan)
+        if keeper is None and not plan.keeps:
+            watch_late(request.receive)
         prepare_s = age_s(request)
         if plan.returns_ids:
             plan = await unless_gone(request.receive, self.with_prefix(plan))

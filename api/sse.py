@@ -19,6 +19,7 @@ MAX_RUN = 64  # events of one write, and writes without a turn of the loop
 MAX_WRITE_S = 60.0  # in which a client takes something of what was written
 IDLE_S = 15.0  # of silence, after which proxies and clients are told that the stream lives
 COMMENT = b": the answer goes on\n\n"  # which clients skip
+LATE_S = 0.05  # of an answer, before its client is watched: a short one is over by then
 
 _HEADERS = (
     (b"cache-control", b"no-cache"),
@@ -43,25 +44,33 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class Client:
-    """The receiving end of a request, and the one task that notices when its client has gone."""
+    """The receiving end of a request, and the one task that notices when its client has gone.
 
-    __slots__ = ("_caller", "_is_cancelled", "_receive", "_watcher", "is_gone")
+    It begins with the first work for the client, or `late_s` after it: a task costs more than a timer.
+    """
+
+    __slots__ = (
+        *("_caller", "_is_cancelled", "_receive", "_timer", "_watcher", "is_gone", "late_s"),
+    )
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
+        self._timer: asyncio.TimerHandle | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._caller: asyncio.Task[Any] | None = None  # to be cancelled
         self._is_cancelled = False
         self.is_gone = False
+        self.late_s = 0.0
 
     async def __call__(self) -> Message:
         return await self._receive()
 
     async def waits_for(self, work: Coroutine[Any, Any, T]) -> T:
         """As `unless_gone`."""
-        if self._watcher is None:
-            self._watcher = asyncio.ensure_future(_disconnected(self._receive))
-            self._watcher.add_done_callback(self._on_gone)
+        if self._watcher is None and not self.late_s:
+            self._watch()
+        elif self._timer is None and self._watcher is None:
+            self._timer = asyncio.get_running_loop().call_later(self.late_s, self._watch)
         if self.is_gone:
             work.close()
             raise ClientGone
@@ -82,8 +91,15 @@ class Client:
 
     def close(self) -> None:
         """Watch no longer."""
+        if self._timer is not None:
+            self._timer.cancel()
         if self._watcher is not None:
             self._watcher.cancel()
+
+    def _watch(self) -> None:
+        self._timer = None
+        self._watcher = asyncio.ensure_future(_disconnected(self._receive))
+        self._watcher.add_done_callback(self._on_gone)
 
     def _on_gone(self, watcher: asyncio.Task[None]) -> None:
         if watcher.cancelled():
@@ -91,6 +107,12 @@ class Client:
         self.is_gone = True
         if self._caller is not None:
             self._is_cancelled = self._caller.cancel()
+
+
+def watch_late(receive: Receive) -> None:
+    """Have work that leaves nothing behind go on for `LATE_S` after its client has gone."""
+    if isinstance(receive, Client):
+        receive.late_s = LATE_S
 
 
 def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:

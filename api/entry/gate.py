@@ -1,8 +1,7 @@
 """The way in: how many requests are inside, and whether it is open."""
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -13,15 +12,10 @@ _ALWAYS_OPEN = frozenset(("/health", "/health/live", "/metrics"))
 _GATE = "mallee.gate"  # of a request's scope
 
 
-@contextmanager
-def staying(scope: Scope) -> Iterator[None]:
+def staying(scope: Scope) -> AbstractContextManager[object]:
     """Work after its request's answer, which a gate that the request came through counts as inside."""
     gate: Gate | None = scope.get(_GATE)
-    if gate is None:
-        yield
-    else:
-        with gate.inside():
-            yield
+    return nullcontext() if gate is None else gate
 
 
 async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
@@ -34,7 +28,7 @@ async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
 class Gate:
     """ASGI middleware. Once closed, `refusal` answers requests, readiness too; those inside go on.
 
-    Belongs to one event loop.
+    As a context manager, a request or what it has left to go on. Belongs to one event loop.
     """
 
     def __init__(self, app: ASGIApp, refusal: ASGIApp = refuse) -> None:
@@ -52,24 +46,22 @@ class Gate:
         if self._is_closed:
             await self._refusal(scope, receive, send)
             return
-        with self.inside():
-            await self._app({**scope, _GATE: self}, receive, send)
+        scope[_GATE] = self
+        with self:
+            await self._app(scope, receive, send)
 
     @property
     def is_closed(self) -> bool:
         return self._is_closed
 
-    @contextmanager
-    def inside(self) -> Iterator[None]:
-        """A request, or what it has left to go on."""
+    def __enter__(self) -> None:
         self._num_inside += 1
         self._is_empty.clear()
-        try:
-            yield
-        finally:
-            self._num_inside -= 1
-            if not self._num_inside:
-                self._is_empty.set()
+
+    def __exit__(self, *_: object) -> None:
+        self._num_inside -= 1
+        if not self._num_inside:
+            self._is_empty.set()
 
     async def drain(self, timeout_s: float) -> int:
         """Close, and wait until all inside have ended; the number of those that have not in time."""

@@ -16,7 +16,9 @@ import re
 import sys
 import threading
 from array import array
-from collections.abc import Callable, Sequence
+from collections import ChainMap
+from collections.abc import Callable, MutableMapping, Sequence
+from itertools import chain
 from typing import Any, TypeAlias
 
 import tokenizers
@@ -27,8 +29,8 @@ MAX_NBYTES = 64 << 20  # of pieces, both generations
 TOKEN_NBYTES, ENTRY_NBYTES = 4, 300  # an id; all the rest of an entry
 MAX_WORDS = 1 << 16
 MAX_WORD_CHARS, MAX_WORD_TOKENS = 32, 8  # longer ones are hardly words
-_CUT = re.compile(r"(?<=[A-Za-z]) (?=[A-Za-z])")
-_WORD_CUT = re.compile(r"(?<=[A-Za-z])(?= [A-Za-z])")
+_CUT = re.compile(r" (?<=[A-Za-z] )(?=[A-Za-z])")  # the space first: `re` looks for it much faster
+_WORD_CUT = re.compile(r"(?= [A-Za-z])(?<=[A-Za-z])")
 _CUT_ANYWHERE = re.compile(r"[A-Za-z] [A-Za-z]|^[A-Za-z]|[A-Za-z] ?$")
 _STEPS = ("ByteLevel", "Split", "Digits")
 # Of Llama 3, Qwen 2 and 3 and others; they differ in how many digits are a word.
@@ -100,18 +102,15 @@ class EncodeCache:
 
     def _by_words(self, texts: list[str], scope: str) -> "list[array[int]]":
         """The ids of each text; words that are not known are computed in one go."""
-        known = self._words.get(scope, {})
+        known: MutableMapping[str, list[int]] = self._words.get(scope, {})
         cut_up = [_WORD_CUT.split(text) for text in texts]
-        new = list(dict.fromkeys(w for words in cut_up for w in words if w not in known))
-        fresh = dict(zip(new, self._encode(new), strict=True)) if new else {}
-        found = []
-        for words in cut_up:
-            ids: list[int] = []
-            for word in words:
-                ids += fresh[word] if word in fresh else known[word]
-            found.append(array("I", ids))
-        self._keep_words(fresh, scope)
-        return found
+        new = [word for word in dict.fromkeys(chain(*cut_up)) if word not in known]
+        if new:
+            fresh = dict(zip(new, self._encode(new), strict=True))
+            self._keep_words(fresh, scope)
+            known = ChainMap(fresh, known)
+        ids = [chain.from_iterable(map(known.__getitem__, words)) for words in cut_up]
+        return [array("I", each) for each in ids]
 
     def _keep_words(self, fresh: dict[str, list[int]], scope: str) -> None:
         short = {

@@ -28,8 +28,8 @@ LEASE_S = 3.0  # a gateway silent for so long has nothing booked any more
 class BookingFeed:
     """One gateway's share in the broadcast of bookings. Belongs to one event loop.
 
-    Records of `outbox` leave within FLUSH_S, one message per flush; those of others go through
-    `pump` into `ledger`. The broker away, nothing is lost for good: gaps in the numbers show afterwards.
+    While there are others, records of `outbox` leave within FLUSH_S, one message per flush; theirs go
+    through `pump` into `ledger`. The broker away, nothing is lost for good: gaps in the numbers show.
     """
 
     def __init__(
@@ -87,6 +87,7 @@ class BookingFeed:
         """
         self.metrics_at = metrics_at
         self._outbox.on_filled = self._schedule
+        self._outbox.is_heard = bool(self.replicas.names)
         self._bus.on_state(self._on_state)
         await self._bus.subscribe(
             self._subjects.bookings(),
@@ -134,6 +135,7 @@ class BookingFeed:
                 log.warning("gateway %s is silent: its bookings count no more", gateway)
                 self.others_metrics.pop(gateway, None)
                 self._on_heard()
+            self._outbox.is_heard = bool(self.replicas.names)
 
     def _publish_beat(self) -> None:
         lags = () if self._room is None else self._room.lags()
@@ -155,6 +157,7 @@ class BookingFeed:
         if self.replicas.on_batch(batch):
             self._fetcher.want(batch.gateway)
         if not is_known and batch.gateway in self.replicas.names:
+            self._outbox.is_heard = True
             self._publish_beat()  # it has just come: it asks nobody for records before it knows of others
         if batch.ops and batch.gateway != self._outbox.gateway:
             self._on_heard()

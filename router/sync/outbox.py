@@ -28,7 +28,7 @@ class Outbox:
 
     At most `max_pending` operations wait; then the oldest are given up, which the others see as a gap.
     Live bookings are as many as the gateway has requests. `on_filled`, if set, is called when the
-    first operation begins to wait.
+    first operation begins to wait. Unless it `is_heard` none waits: a gateway that comes takes a snapshot.
     """
 
     def __init__(self, gateway: str, incarnation: Incarnation, *, max_pending: int = 8192) -> None:
@@ -37,6 +37,7 @@ class Outbox:
         self.gateway = gateway
         self.incarnation = incarnation
         self.on_filled: Callable[[], None] | None = None
+        self.is_heard = True
         self._max_pending = max_pending
         self._pending: deque[BookingOp] = deque()
         self._first_seq = 0  # of the oldest that waits, or of the next to come
@@ -119,6 +120,9 @@ class Outbox:
             assert request == booking.request, f"{request} is misfiled"
 
     def _record(self, op: BookingOp) -> None:
+        if not self.is_heard and not self._pending:
+            self._first_seq += 1
+            return
         self._pending.append(op)
         if len(self._pending) > self._max_pending:
             self._pending.popleft()

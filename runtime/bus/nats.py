@@ -5,6 +5,7 @@ import inspect
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 import nats.errors
@@ -26,6 +27,7 @@ RETRY_S = 0.2
 MOVED_S = 2.0  # a broker that is away for so long may have moved
 ASK_S = 10.0  # for its address
 CLOSE_TIMEOUT_S = 1.0
+GATHER_S = 0.002  # of a message, for others to share its write, which wakes the broker and readers
 PING_S = 2.0  # a broker is silent, and left, when three pings have gone without an answer
 
 
@@ -56,10 +58,16 @@ def _parameters(owner: type, name: str) -> list[str] | None:
 class BusClient(Client):
     """nats-py's client, but that it leaves a silent broker at once, keeps to TLS, and flushes in order.
 
+    Messages of subscriptions among the `takers` go to these, and not through a queue and a task of nats-py's.
+
     It never speaks in the clear to a URL with `tls://`: nats-py asks the broker whether it wants TLS, and
     without sends the password as it is. Once `flush` returns, the broker has all that was sent before:
     nats-py's ping overtakes subscriptions and messages that wait in its buffer.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.takers: dict[int, Callable[[str, bytes], None]] = {}  # by the ids of subscriptions
 
     async def close(self) -> None:
         try:
@@ -80,6 +88,14 @@ class BusClient(Client):
         await self._send_command(PING_PROTO)
         await self._flush_pending()
 
+    async def _process_msg(
+        self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes
+    ) -> None:
+        if (take := self.takers.get(sid)) is not None:
+            take(subject.decode(), bytes(data))
+        else:
+            await super()._process_msg(sid, subject, reply, data, headers)
+
     def abort(self) -> None:
         """End the last connection: nats-py waits until all is sent there, or forgets it while it is open."""
         if isinstance(self._transport, TcpTransport) and (writer := self._transport._io_writer):
@@ -95,7 +111,10 @@ class BusClient(Client):
 
 check_overrides(
     BusClient,
-    names=("close", "_attempt_reconnect", "_connect_to_server", "_send_ping", "_process_info"),
+    names=(
+        *("close", "_attempt_reconnect", "_connect_to_server", "_send_ping", "_process_msg"),
+        "_process_info",
+    ),
     needs="nats-py>=2.10,<2.17",
 )
 
@@ -261,7 +280,10 @@ class NatsBus:
 
     async def _send(self) -> None:
         while True:
-            await self._publish(*await self._outbox.take())
+            await self._outbox.wait()
+            await asyncio.sleep(GATHER_S)
+            while len(self._outbox):
+                await self._publish(*self._outbox.take())
 
     async def _publish(self, subject: str, raw: bytes) -> None:
         try:
@@ -276,16 +298,16 @@ class NatsBus:
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 while len(self._outbox):
-                    await self._publish(*await self._outbox.take())
+                    await self._publish(*self._outbox.take())
                 await self._client.flush()
         except (TimeoutError, nats.errors.Error) as error:
             log.info("last messages may be lost: %r", error)
 
     async def _subscribe(self, subject: str, callback: OnMessage) -> None:
-        async def receive(message: Msg) -> None:
-            self.signals.deliver(callback, message.subject, message.data)
-
-        await self._client.subscribe(subject, cb=receive)
+        sid = self._client._sid + 1  # messages may come before `subscribe` returns
+        self._client.takers[sid] = partial(self.signals.deliver, callback)
+        subscription = await self._client.subscribe(subject)
+        assert subscription._id == sid, "nats-py counts subscriptions"
 
     async def _serve(self, subject: str, handler: Handler) -> None:
         async def reply(message: Msg) -> None:
@@ -347,11 +369,14 @@ class SendQueue:
         self._filled.set()
         return True
 
-    async def take(self) -> tuple[str, bytes]:
-        """The oldest message; waits for one."""
+    async def wait(self) -> None:
+        """Return when there is a message."""
         while not self._messages:
             self._filled.clear()
             await self._filled.wait()
+
+    def take(self) -> tuple[str, bytes]:
+        """The oldest message."""
         subject, raw = self._messages.popleft()
         self._nbytes -= len(raw)
         return subject, raw

@@ -12,8 +12,11 @@ Ray doesn't count these requests, so it doesn't wait for them either; its server
 
 from typing import Final
 
+import uvicorn.config
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+from mallee.runtime.proxy import protocol
 
 ENVIRONMENT: Final = {
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": f"{__name__}:middlewares",
@@ -38,7 +41,8 @@ def serve_here(app: ASGIApp) -> None:
 
 
 def middlewares() -> list[Middleware]:
-    """Called by Ray when it starts an HTTP server."""
+    """Called by Ray when it starts an HTTP server, whose protocol it leaves to uvicorn."""
+    uvicorn.config.HTTP_PROTOCOLS["auto"] = f"{protocol.__name__}:Protocol"
     return [Middleware(_Direct)]
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
+from mallee.runtime.proxy.protocol import Protocol
+
 
 class Server(uvicorn.Server):
     """Leaves the process's signals and loggers alone, and takes no WebSockets."""
@@ -17,6 +19,7 @@ class Server(uvicorn.Server):
     def __init__(self, app: ASGIApp, **options: Any) -> None:
         config = uvicorn.Config(
             app,
+            http=Protocol,
             ws="none",
             lifespan="off",
             access_log=False,

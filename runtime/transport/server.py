@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 
 BUFFER_NBYTES = 256 << 10  # beyond it a reader is slow, and reports are merged
 LINGER_S = 2.0  # for the last bytes of a connection that ends
+MAX_OWED_NBYTES = 1 << 20  # of batches whose receipt may wait for reports or a heartbeat
 
 
 class Sink(Protocol):
@@ -148,13 +149,9 @@ class HostConnection(asyncio.Protocol):
             self._owe(nbytes)
 
     def _owe(self, nbytes: int) -> None:
-        """Have a receipt go out with the next reports, or at the end of this turn of the loop."""
-        if not self._taken_nbytes:
-            self._loop.call_soon(self._give_receipts)
+        """Have a receipt go out with the next reports, or at once if much is owed."""
         self._taken_nbytes += nbytes
-
-    def _give_receipts(self) -> None:
-        if self._taken_nbytes and not self._transport.is_closing():
+        if self._taken_nbytes > MAX_OWED_NBYTES and not self._transport.is_closing():
             self._transport.write(self._receipts())
 
     def _receipts(self) -> bytes:

@@ -6,6 +6,7 @@ import pytest
 
 from bench.doubles.bus import LocalBus, LocalHub
 from mallee.gateway.fleet.bookings import BookingFeed
+from mallee.protocol.bookings import decode_bookings
 from mallee.protocol.errors import ConfigError
 from mallee.protocol.events import Lease
 from mallee.protocol.hashing import NO_HASHES, block_hashes
@@ -86,6 +87,23 @@ class Gateway:
             str(view.worker): (view.rows, view.active_blocks, view.prefill_tokens > 0)
             for view in self.router.workers()
         }
+
+
+async def test_a_gateway_alone_publishes_no_booking_and_one_that_comes_learns_of_all() -> None:
+    """K10, part."""
+    hub, told = LocalHub(), list[bytes]()
+    async with Gateway(hub, "g0") as one:
+        await one.bus.subscribe(Subjects.of("test").bookings(), told.append)
+        for name in ("a", "b", "c"):
+            one.book(name)
+        one.router.free(RequestId("a"))
+        await until(lambda: len(told) > 2)  # heartbeats
+        assert not any(decode_bookings(raw).ops for raw in told)
+        async with Gateway(hub, "g1") as two:
+            await until(lambda: one.loads() == two.loads())
+            assert two.loads()["w0"][0] == 2
+            one.router.free(RequestId("b"))
+            await until(lambda: two.loads()["w0"][0] == 1)
 
 
 async def test_loads_agree_within_one_message() -> None:

@@ -25,7 +25,7 @@ from support.live_api import served
 from support.live_fleet import LiveFleet, lose, running
 from support.recording import SESSION, bad, changed, recorder_in, replayed
 from support.tiny_fleet import chunks_of, tiny_api
-from support.waiting import elapse
+from support.waiting import elapse, until
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -96,6 +96,7 @@ async def tree(client: httpx.AsyncClient, fleet: LiveFleet) -> None:
     await post(client, f"/v1/capsules/{captured['id']}/restore", max_tokens=11)
     async with client.stream("POST", "/v1/completions", json=body) as response:
         await anext(chunks_of(response))  # and hangs up
+    await until(lambda: not fleet.gateways[0].requests.num_in_flight)
     await host.close()
 
 

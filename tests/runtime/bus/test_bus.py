@@ -45,14 +45,14 @@ def place() -> Place:
     return LocalPlace()
 
 
-async def test_an_outbox_refuses_what_is_beyond_its_bounds() -> None:
+def test_an_outbox_refuses_what_is_beyond_its_bounds() -> None:
     outbox = SendQueue(max_messages=2, max_bytes=10)
     assert outbox.put("s", b"12345")
     assert not outbox.put("s", b"123456")
     assert outbox.put("s", b"1")
     assert not outbox.put("s", b"")
     outbox.check()
-    assert await outbox.take() == ("s", b"12345")
+    assert outbox.take() == ("s", b"12345")
     assert outbox.clear() == 1
     outbox.check()
 

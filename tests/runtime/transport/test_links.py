@@ -458,6 +458,8 @@ async def test_commands_of_a_turn_travel_as_one_batch_and_wait_for_no_receipt(
         waiting: int = link.host._untaken_nbytes
         assert waiting > 0
         host.accept.set_result(None)
+        await asyncio.sleep(0)
+        host.write(encode(()))  # a heartbeat: a receipt has no message of its own
         await until(lambda: link.host._untaken_nbytes < waiting)
 
 
