@@ -9,7 +9,9 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Final, NamedTuple
+from typing import Final
+
+from msgspec import Struct
 
 from mallee.protocol.bookings import Booked
 from mallee.protocol.errors import CapsuleStale
@@ -32,12 +34,13 @@ from mallee.router.sync.outbox import Outbox
 from mallee.router.views import RouterStats, WorkerView
 
 LOGGED_DECISIONS: Final = 128
+_ALL: Final = nullcontext()
 TAKEOVER_S: Final = (
     30.0  # in which another worker, or the next life, has the disk of one that is gone
 )
 
 
-class _Belief(NamedTuple):
+class _Belief(Struct, frozen=True):
     """Blocks of a prompt that the index promised on the worker the request went to."""
 
     hashes: Hashes  # those whose absence at the worker would prove the index stale
@@ -167,13 +170,12 @@ class Router:
         self._check_unbooked((request,))
         placer = self._placer
         now = self._clock()
-        with nullcontext() if among is None else self._fleet.only(among):
+        with _ALL if among is None else self._fleet.only(among):
             home = placer.home(affinity) if affinity else -1
-            seen = placer.earlier.note(hashes)
-            demand = placer.demand(
-                len(hashes), prompt_tokens, max_tokens, may_wait, seen=seen, home=home
-            )
             offers = placer.match(hashes)
+            demand = placer.demand(
+                len(hashes), prompt_tokens, max_tokens, may_wait, seen=offers.seen, home=home
+            )
             entry = None
             if source is not None and (entry := self._lent(source)) is not None:
                 placer.offer(offers, entry)

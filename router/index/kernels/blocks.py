@@ -39,8 +39,9 @@ def fingerprint(key: int) -> int:
 @kernel
 def tally(s: int, column: int, num_blocks: int, digest: int) -> None:
     """Count so many blocks more in `column`, whose fingerprints add up to `digest`."""
-    add(s, column_word(s, layout.REGION_HELD, column), num_blocks)
-    add(s, column_word(s, layout.REGION_DIGESTS, column), digest)
+    place = get(s, column_word(s, layout.REGION_PLACES, column))
+    add(s, column_word(s, layout.REGION_HELD, place), num_blocks)
+    add(s, column_word(s, layout.REGION_DIGESTS, place), digest)
 
 
 @kernel

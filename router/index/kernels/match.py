@@ -34,7 +34,7 @@ def bits_of(s: int, ref: int, word: int, tiers: int) -> int:
 @kernel
 def credit(s: int, bits: int, word: int, matched: int, counts: Counts) -> None:
     """Credit the workers of these columns with `matched` leading blocks."""
-    workers = column_word(s, layout.REGION_WORKERS, 64 * word)
+    workers = column_word(s, layout.REGION_PLACES, 64 * word)
     while bits != 0:
         counts[get(s, workers + trailing_zeros(bits))] = matched
         bits &= bits - 1
