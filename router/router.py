@@ -34,7 +34,6 @@ from mallee.router.sync.outbox import Outbox
 from mallee.router.views import RouterStats, WorkerView
 
 LOGGED_DECISIONS: Final = 128
-_ALL: Final = nullcontext()
 TAKEOVER_S: Final = (
     30.0  # in which another worker, or the next life, has the disk of one that is gone
 )
@@ -170,7 +169,7 @@ class Router:
         self._check_unbooked((request,))
         placer = self._placer
         now = self._clock()
-        with _ALL if among is None else self._fleet.only(among):
+        with nullcontext() if among is None else self._fleet.only(among):
             home = placer.home(affinity) if affinity else -1
             offers = placer.match(hashes)
             demand = placer.demand(

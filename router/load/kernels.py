@@ -5,11 +5,12 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from mallee.protocol.bookings import WAYPOINT_STRIDE
 from mallee.protocol.hashing import Hashes
 from mallee.router.index.kernels import layout
 from mallee.router.index.kernels.blocks import remove, store
 from mallee.router.index.kernels.layout import Counts
-from mallee.router.index.kernels.match import match_all
+from mallee.router.index.kernels.match import match
 from mallee.router.index.kernels.table import (
     add,
     column_word,
@@ -109,18 +110,18 @@ def count_down(s: int, waypoints: Hashes, salt: int, gone: Hashes) -> int:
 
 
 @kernel
-def note_blocks(table: int, hashes: Hashes, step: int) -> None:
-    """Take in every `step`-th of a prompt's blocks; the table begins with what is seen (`load.prompts.Seen`).
+def note_blocks(table: int, hashes: Hashes) -> None:
+    """Take in every `step`-th of a prompt's blocks. Table: what is seen (`load.prompts.Seen`), step, entries.
 
     An entry, at the low bits of its key, is overwritten by another key. It is the key; the block after it of
     the first prompt that had one; the prompts that had it, negative once one went on by another block.
     """
-    shared, num_shared, continues = 0, 0, 0
+    shared, num_shared, continues, step = 0, 0, 0, get(table, PROMPT_WORDS)
     is_known = True
     for i in range(step - 1, len(hashes), step):
         key = signed(hashes[i])
         after = signed(hashes[i + step]) if i + step < len(hashes) else 0
-        entry = table + 8 * PROMPT_WORDS * (1 + (key & (NUM_PROMPT_BLOCKS - 1)))
+        entry = table + 8 * PROMPT_WORDS * (2 + (key & (NUM_PROMPT_BLOCKS - 1)))
         if get(entry, 0) != key:
             put(entry, 0, key)
             put(entry, 1, after)
@@ -147,18 +148,31 @@ def match_prompt(
     index: int,
     used: int,
     prompts: int,
-    step: int,
     hashes: Hashes,
     waypoints: Hashes,
-    stride: int,
     held: Counts,
     active: Counts,
     loads: Loads,
     width: int,
 ) -> None:
-    """All that is looked up of a prompt, in one call: `match_all`, `note_blocks` and `count_free`."""
-    match_all(index, used, hashes, waypoints, stride, held, active)
-    note_blocks(prompts, hashes, step)
+    """Leading blocks of a path that every worker holds (`held` [tiers, workers]) and uses (`active`).
+
+    All that is looked up of a prompt, in one call: a call from Python costs as much as a match. `index` and
+    `used` are control blocks; `used` 0: nothing is known of use. The path's waypoints are written to
+    `waypoints`; `note_blocks` and `count_free` do the rest.
+    """
+    n = len(hashes)
+    for i in range(n // WAYPOINT_STRIDE):
+        waypoints[i] = hashes[(i + 1) * WAYPOINT_STRIDE - 1]
+    if n % WAYPOINT_STRIDE:
+        waypoints[n // WAYPOINT_STRIDE] = hashes[n - 1]
+    for tier in range(len(held)):
+        match(index, hashes, tier + 1, 1, n, held[tier])
+    if used != 0:
+        match(used, waypoints, 1, WAYPOINT_STRIDE, n, active)
+    else:
+        active[:] = 0
+    note_blocks(prompts, hashes)
     count_free(index, loads, width)
 
 
@@ -193,18 +207,16 @@ def count_choice(loads: Loads, w: int, number: int, num_blocks: int, expected: f
 
 
 @kernel
-def count_end(loads: Loads, w: int, rows: int, blocks: int) -> None:
-    """A booking on worker `w` ends."""
+def count_end(
+    loads: Loads, w: int, rows: int, blocks: int, prefill_tokens: int, now: float, token_s: float
+) -> None:
+    """Rows and blocks on worker `w` end, or prefill. The rest of its queue is at most what is unconfirmed."""
     loads[rows_of.LOAD_ROWS, w] -= rows
     loads[rows_of.LOAD_BLOCKS, w] -= blocks
     loads[rows_of.LOAD_FREED_ROWS, w] += rows
     loads[rows_of.LOAD_FREED_BLOCKS, w] += blocks
-
-
-@kernel
-def count_prefill_end(loads: Loads, w: int, tokens: int, now: float, token_s: float) -> None:
-    """So many tokens are computed. The rest of the queue is at most what is still unconfirmed."""
-    loads[rows_of.LOAD_PREFILL, w] -= tokens
-    loads[rows_of.LOAD_FREED_PREFILL, w] += tokens
-    ends = now + loads[rows_of.LOAD_PREFILL, w] * token_s
-    loads[rows_of.LOAD_PREFILL_ENDS, w] = min(loads[rows_of.LOAD_PREFILL_ENDS, w], ends)
+    if prefill_tokens > 0:
+        loads[rows_of.LOAD_PREFILL, w] -= prefill_tokens
+        loads[rows_of.LOAD_FREED_PREFILL, w] += prefill_tokens
+        ends = now + loads[rows_of.LOAD_PREFILL, w] * token_s
+        loads[rows_of.LOAD_PREFILL_ENDS, w] = min(loads[rows_of.LOAD_PREFILL_ENDS, w], ends)

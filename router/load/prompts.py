@@ -31,24 +31,22 @@ class Seen(NamedTuple):
     continues: bool  # it goes on where those that had its last known block ended
 
 
-NEW: Final = Seen(0, 0, False)
-
-
 class EarlierPrompts:
     """A table of blocks of earlier prompts; 1.6 MB. A match of a prompt takes it in."""
 
     def __init__(self, block_size: int) -> None:
-        self.step = max(1, STEP_TOKENS // block_size)  # blocks
-        table = np.zeros((1 + layout.NUM_PROMPT_BLOCKS, layout.PROMPT_WORDS), np.int64)
+        self._step = max(1, STEP_TOKENS // block_size)  # blocks
+        table = np.zeros((2 + layout.NUM_PROMPT_BLOCKS, layout.PROMPT_WORDS), np.int64)
+        table[1, 0] = self._step
         self.address = table.ctypes.data
-        self._uses = table[1:, 2]
+        self._uses = table[2:, 2]
         self._found = cast("memoryview[int]", table[0].data)
         self._num_noted = 0
 
     def seen(self, num_blocks: int) -> Seen:
         """What is seen of the prompt matched last, which has so many full blocks, by those before."""
         shared, uses, continues = self._found
-        self._num_noted += num_blocks // self.step
+        self._num_noted += num_blocks // self._step
         if self._num_noted > layout.NUM_PROMPT_BLOCKS:  # what was popular once counts less and less
             self._num_noted = 0
             self._uses //= 2

@@ -21,13 +21,7 @@ from mallee.protocol.events import FetchPrices
 from mallee.protocol.hashing import Hashes
 from mallee.protocol.ids import RequestId
 from mallee.router.load import layout
-from mallee.router.load.kernels import (
-    Loads,
-    count_booking,
-    count_choice,
-    count_end,
-    count_prefill_end,
-)
+from mallee.router.load.kernels import Loads, count_booking, count_choice, count_end
 from mallee.router.load.paths import STRIDE, CountedPaths
 
 _PADDING = 24
@@ -71,8 +65,7 @@ class SlotTracker:
         self.expired = 0  # bookings not touched for booking_s
         count_booking(self.loads, 0, 0, 0, 0, 0.0, 0.0)  # compile, as no request should have to
         count_choice(self.loads, 0, 0, 0, 0.0)
-        count_end(self.loads, 0, 0, 0)
-        count_prefill_end(self.loads, 0, 0, 0.0, 0.0)
+        count_end(self.loads, 0, 0, 0, 0, 0.0, 0.0)
 
     def requests(self, worker: int) -> frozenset[RequestId]:
         """Requests booked on `worker`."""
@@ -122,7 +115,7 @@ class SlotTracker:
             return False
         booking.touched_at = now
         self.bookings.move_to_end(request)
-        self._end_prefill(booking, now)
+        self._end(booking, 0, 0, now)
         return True
 
     def free(self, request: RequestId, now: float) -> bool:
@@ -211,13 +204,10 @@ class SlotTracker:
             assert (sums[row] == self.loads[row]).all(), f"load {row} differs from the bookings"
 
     def _release(self, request: RequestId, booking: _Booking, now: float) -> None:
-        worker = booking.worker
-        gone = self.paths.leave(worker, booking.waypoints, booking.num_blocks)
-        self._requests[worker].discard(request)
-        count_end(self.loads, worker, booking.rows, booking.own_blocks + gone)
-        self._end_prefill(booking, now)
+        gone = self.paths.leave(booking.worker, booking.waypoints, booking.num_blocks)
+        self._requests[booking.worker].discard(request)
+        self._end(booking, booking.rows, booking.own_blocks + gone, now)
 
-    def _end_prefill(self, booking: _Booking, now: float) -> None:
-        if tokens := booking.prefill_tokens:
-            booking.prefill_tokens = 0
-            count_prefill_end(self.loads, booking.worker, tokens, now, self._token_s)
+    def _end(self, booking: _Booking, rows: int, blocks: int, now: float) -> None:
+        tokens, booking.prefill_tokens = booking.prefill_tokens, 0
+        count_end(self.loads, booking.worker, rows, blocks, tokens, now, self._token_s)

@@ -16,7 +16,7 @@ from mallee.router.config import RouterConfig
 from mallee.router.index.capsules import CapsuleEntry
 from mallee.router.load import layout
 from mallee.router.load.kernels import match_prompt
-from mallee.router.load.paths import STRIDE, room_for_waypoints
+from mallee.router.load.paths import room_for_waypoints
 from mallee.router.load.prompts import GROWTH, EarlierPrompts, Seen
 from mallee.router.placement.affinity import home_slot
 from mallee.router.placement.decisions import Entry
@@ -119,18 +119,9 @@ class Placer:
         if len(self._held) != index.num_tiers:
             self._held = np.zeros((index.num_tiers, index.num_workers), np.int32)
         waypoints, held, active = room_for_waypoints(num_blocks), self._held, self._active
+        prompts, loads, width = self._earlier.address, fleet.slots.loads, fleet.width
         match_prompt(
-            index.address,
-            self._used,
-            self._earlier.address,
-            self._earlier.step,
-            hashes,
-            waypoints,
-            STRIDE,
-            held,
-            active,
-            fleet.slots.loads,
-            fleet.width,
+            index.address, self._used, prompts, hashes, waypoints, held, active, loads, width
         )
         windows, matched = fleet.holdings.windows, None
         if windows.by_worker:
@@ -216,8 +207,7 @@ class Placer:
         expected = (demand.growth - 1.0) * max(0, demand.num_blocks - demand.shared_blocks)
         number = self.routed
         self.routed += 1
-        expected = expected if is_new_text else float(-brought)
-        fleet.slots.choose(slot, self.routed, brought, expected)
+        fleet.slots.choose(slot, self.routed, brought, expected if is_new_text else -float(brought))
         fleet.predict(member, waypoints, demand.num_blocks, now)
         self.regret_blocks += choice.best_overlap_blocks - choice.overlap_blocks
         self._log.append(

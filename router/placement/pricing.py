@@ -50,7 +50,7 @@ from mallee.protocol.hashing import NO_HASHES, Hashes
 from mallee.router.config import Policy, RouterConfig
 from mallee.router.index.kernels.layout import Counts
 from mallee.router.load.kernels import Loads
-from mallee.router.load.prompts import NEW, Seen
+from mallee.router.load.prompts import Seen
 from mallee.router.placement.kernels import score
 from mallee.router.placement.kernels.score import Floats
 
@@ -107,7 +107,7 @@ class Offers(Struct, frozen=True):
     waypoints: Hashes  # of the prompt's path: `router.load.paths`
     held: Counts  # [num_tiers, max_workers], cumulative over tiers, with predictions
     active: Counts  # [max_workers] in use by running requests
-    seen: Seen = NEW
+    seen: Seen = Seen(0, 0, False)
     matched: Counts | None = None
     """[max_workers] in device memory, where not all can be gone on from."""
 

@@ -11,7 +11,6 @@ from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
-from msgspec import Struct
 
 from mallee.protocol.events import BlockEvent, Cleared, Event, Snapshot, Stored, unpack_hashes
 from mallee.protocol.hashing import Hashes
@@ -59,7 +58,7 @@ class _Recent:
             self.first += 1
 
 
-class Watch(Struct, frozen=True):
+class Watch(NamedTuple):
     """Remembers what a worker stores from a moment on; ends with `Holdings.unwatch`."""
 
     slot: int

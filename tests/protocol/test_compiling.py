@@ -130,8 +130,8 @@ COMPILED = """
         used = slots.paths.address if step % 3 else 0
         for path in (keys, np.frombuffer(keys.tobytes(), dtype="<u8")):
             waypoints = np.empty(250, dtype=np.uint64)
-            match_prompt(index.address, used, prompts.address, prompts.step, path, waypoints,
-                         STRIDE, held, active, slots.loads, 70)
+            match_prompt(index.address, used, prompts.address, path, waypoints, held, active,
+                         slots.loads, 70)
         ones = np.ones(9, dtype=np.int64)
         workers = Workers(ones / 9, ones / 8, ones, ones * 9, ones * 64, ones * 4000, ones / 7,
                           ones * step % 2 > 0, ones / 5)

@@ -103,7 +103,7 @@ def store(s: int, hashes: Hashes, column: int) -> int:
     It stopped early for AT_WANTS (WANTS_FULL or WANTS_ROWS), or the table asks for room or is moving.
     """
     num_hashes = len(hashes)
-    prefetch(s, hashes, 0, num_hashes)
+    prefetch(s, hashes)
     add(s, layout.AT_CLOCK, 1)
     now = ((get(s, layout.AT_CLOCK) >> 8) & 0x7FFFFFFF) << 32
     from_ref = -1
@@ -152,7 +152,7 @@ def store(s: int, hashes: Hashes, column: int) -> int:
 @kernel
 def remove(s: int, hashes: Hashes, column: int) -> int:
     """These blocks are not in `column`; returns how many: fewer, with AT_WANTS, if rows ran out."""
-    prefetch(s, hashes, 0, len(hashes))
+    prefetch(s, hashes)
     from_ref = -1
     to_ref = -1
     for i in range(len(hashes)):

@@ -71,6 +71,7 @@ RANDOM: Final = 3
 LEAST_LOADED: Final = 4
 PREFIX_ONLY: Final = 5
 
+MORE_ROWS: Final = float(1 << 20)  # than a worker has
 UNCONFIRMED: Final = 0.25  # of the outstanding prefill that counts however long ago it was booked
 
 
@@ -185,25 +186,17 @@ def lenders(
 
     Of equal ones the least loaded, then the lowest slot.
     """
-    first, second = -1, -1
+    first, second, most, after = -1, -1, -np.inf, -np.inf
     for w in range(width):
         if held[tier, w] <= least or w == slot or loads[layout.LOAD_LENDS, w] == 0.0:
             continue
-        if is_better_lender(loads, held, tier, w, first):
-            first, second = w, first
-        elif is_better_lender(loads, held, tier, w, second):
-            second = w
+        rows = loads[layout.LOAD_ROWS, w] + loads[layout.LOAD_EXTRA_ROWS, w]
+        rank = held[tier, w] * MORE_ROWS - rows
+        if rank > most:
+            first, second, most, after = w, first, rank, most
+        elif rank > after:
+            second, after = w, rank
     return first, second
-
-
-@kernel
-def is_better_lender(loads: Floats, held: Counts, tier: int, one: int, other: int) -> bool:
-    """Whether `one` has more than `other`, or as much and fewer rows; anything is better than -1."""
-    more = 1.0 if other < 0 else float(held[tier, one] - held[tier, other])
-    if more == 0.0:
-        more = loads[layout.LOAD_ROWS, other] + loads[layout.LOAD_EXTRA_ROWS, other]
-        more -= loads[layout.LOAD_ROWS, one] + loads[layout.LOAD_EXTRA_ROWS, one]
-    return more > 0.0
 
 
 @kernel

@@ -37,5 +37,5 @@ def test_what_is_seen_of_a_prompt_follows_from_those_before(prompts: list[tuple[
     table = EarlierPrompts(BLOCK)
     for i, prompt in enumerate(prompts):
         tokens = np.repeat(np.array(prompt, np.uint32), BLOCK)
-        note_blocks(table.address, block_hashes(tokens, block_size=BLOCK), table.step)
+        note_blocks(table.address, block_hashes(tokens, block_size=BLOCK))
         assert table.seen(len(prompt)) == seen_by_hand(prompts[:i], prompt)
