@@ -44,7 +44,7 @@ class EarlierPrompts:
         self._num_noted = 0
 
     def seen(self, num_blocks: int) -> Seen:
-        """What is seen of the prompt matched last, which has so many full blocks, by those before."""
+        """The prompt matched last, which has so many full blocks, beside those before it."""
         shared, uses, continues = self._found
         self._num_noted += num_blocks // self._step
         if self._num_noted > layout.NUM_PROMPT_BLOCKS:  # what was popular once counts less and less
