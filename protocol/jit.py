@@ -33,21 +33,12 @@ class Jit:
 
     def kernel(self, function: _Function) -> _Function:
         """`function`, compiled by numba; without a folder to cache it in, anew in every process."""
-        return self._compiled(function, False)
-
-    def lane_kernel(self, function: _Function) -> _Function:
-        """As `kernel`; without NaN or signed zeros, so that a minimum is taken several at a time."""
-        return self._compiled(function, {"nnan", "nsz"})
-
-    def _compiled(self, function: _Function, fastmath: bool | set[str]) -> _Function:
         config: Any = numba_config  # without types of its own
         before = config.CACHE_DIR
         folder = self._cache_folder
         config.CACHE_DIR = folder or before  # read when caching is switched on: now
         try:
-            compiled = numba.njit(cache=folder is not None, error_model="numpy", fastmath=fastmath)(
-                function
-            )
+            compiled = numba.njit(cache=folder is not None, error_model="numpy")(function)
         finally:
             config.CACHE_DIR = before
         return cast(_Function, compiled)

@@ -22,7 +22,6 @@ from mallee.protocol.jit import Jit
 _JIT: Final = Jit(__file__)
 
 kernel = _JIT.kernel
-lane_kernel = _JIT.lane_kernel
 
 
 def _word(builder: Any, address: Any, index: Any) -> Any:
@@ -85,6 +84,23 @@ def _places(typing_context: Any, line: Any, key: Any) -> Any:
     return numba.types.int64(numba.types.int64, numba.types.int64), generate
 
 
+def _selected(operator: str) -> Any:
+    @intrinsic
+    def select(typing_context: Any, one: Any, other: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            flags = ("nnan", "nsz")
+            is_one = builder.fcmp_ordered(operator, args[0], args[1], flags=flags)
+            return builder.select(is_one, args[0], args[1], flags=flags)
+
+        return one(one, one), generate
+
+    return select
+
+
+lesser = cast(Callable[[Any, Any], Any], _selected("<"))
+"""In a kernel: the lesser of two floats of one type, none of them NaN: a minimum is taken in lanes so."""
+greater = cast(Callable[[Any, Any], Any], _selected(">"))
+"""As `lesser`."""
 signed = cast(Callable[[Any], int], np.int64)
 """In a kernel: a hash as a key. numba makes floats of mixed signed and unsigned integers."""
 get = cast(Callable[[int, int], int], _get)

@@ -9,7 +9,9 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Final, NamedTuple
+from typing import Final
+
+from msgspec import Struct
 
 from mallee.protocol.bookings import Booked
 from mallee.protocol.errors import CapsuleStale
@@ -37,7 +39,7 @@ TAKEOVER_S: Final = (
 )
 
 
-class _Belief(NamedTuple):
+class _Belief(Struct, frozen=True):
     """Blocks of a prompt that the index promised on the worker the request went to."""
 
     hashes: Hashes  # those whose absence at the worker would prove the index stale
@@ -169,11 +171,10 @@ class Router:
         now = self._clock()
         with nullcontext() if among is None else self._fleet.only(among):
             home = placer.home(affinity) if affinity else -1
-            seen = placer.earlier.note(hashes)
-            demand = placer.demand(
-                len(hashes), prompt_tokens, max_tokens, may_wait, seen=seen, home=home
-            )
             offers = placer.match(hashes)
+            demand = placer.demand(
+                len(hashes), prompt_tokens, max_tokens, may_wait, seen=offers.seen, home=home
+            )
             entry = None
             if source is not None and (entry := self._lent(source)) is not None:
                 placer.offer(offers, entry)

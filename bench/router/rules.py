@@ -30,6 +30,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import xxhash
+from msgspec.structs import replace
 
 from bench import TRACES
 from bench.router.ranking import Figures, Scene, as_json, figures_of, jobs_of, table
@@ -107,7 +108,6 @@ class RulePricer(Pricer):
         now: float,
         width: int,
         prefers_new: bool = False,
-        may_pull: bool = False,
     ) -> Choice | None:
         priced = super().choose(demand, offers, now=now, width=width)
         if priced is None or not width:
@@ -126,7 +126,7 @@ class RulePricer(Pricer):
         )
         slot = int(allowed[type(self).rule(view)])
         overlap = int(terms[score.TERM_OVERLAP, slot])
-        return priced._replace(slot=slot, overlap_blocks=overlap, is_new=False)
+        return replace(priced, slot=slot, overlap_blocks=overlap, is_new=False, pulled_blocks=0)
 
 
 def router_of(rule: Rule, sessions: dict[str, str]) -> type[Router]:

@@ -39,15 +39,16 @@ class Columns:
         return len(self._to_sweep)
 
     def worker(self, column: int) -> int:
-        """The worker that has this column, or had it last."""
-        return int(self._control[self._region(layout.REGION_WORKERS) + column])
+        """The worker that has this column, which is live."""
+        return int(self._control[self._region(layout.REGION_PLACES) + column])
 
-    def held(self, column: int) -> int:
-        """Blocks in one column of any tier."""
-        return int(self._control[self._region(layout.REGION_HELD) + column])
+    def held(self, worker: int) -> list[int]:
+        """Blocks of `worker` by tier."""
+        return [int(num) for num in self._of_place(layout.REGION_HELD, worker)]
 
-    def digest(self, column: int) -> int:
-        return int(self._control[self._region(layout.REGION_DIGESTS) + column])
+    def digests(self, worker: int) -> list[int]:
+        """Sums over the blocks of `worker` by tier."""
+        return [int(digest) for digest in self._of_place(layout.REGION_DIGESTS, worker)]
 
     def is_live(self, column: int) -> bool:
         word = int(self._control[self._region(layout.REGION_LIVE) + (column >> 6)])
@@ -57,6 +58,9 @@ class Columns:
         """Give `worker` a fresh column; its old one is dead. There must be a free one."""
         old = self.of[worker]
         self._set_live(old, False)
+        self._of_place(layout.REGION_PLACES, old)[:] = self._num - 1
+        for region in (layout.REGION_HELD, layout.REGION_DIGESTS):
+            self._of_place(region, worker)[:] = 0
         _set_bit(self.dead, old, True)
         self._to_sweep[old] = layout.NUM_SEGMENTS
         self._give(worker, self._free.pop())
@@ -68,21 +72,17 @@ class Columns:
             if self._to_sweep[column] <= 0:
                 self._set_free(column)
 
-    def num_entries(self, tiers: int) -> int:
-        """(worker, block) pairs of live columns."""
+    def num_entries(self) -> int:
+        """(worker, block) pairs."""
         first = self._region(layout.REGION_HELD)
-        held = self._control[first : first + tiers * self._num]
-        return int(held.reshape(tiers, self._num)[:, self.of].sum())
+        held = self._control[first : first + 3 * self._num].reshape(3, self._num)
+        return int(held[:, : len(self.of)].sum())
 
     def num_walked(self) -> int:
-        """Live columns with blocks that may have holes; the control block counts empty and dead ones, too."""
-        words = self._num // 64
-        live, holes = (
-            self._control[self._region(region) :][:words]
-            for region in (layout.REGION_LIVE, layout.REGION_MAY_HAVE_HOLES)
-        )
-        may_have_holes = np.unpackbits((live & holes).view(np.uint8), bitorder="little")
-        held = self._control[self._region(layout.REGION_HELD) :][: self._num]
+        """Workers with blocks that may have holes; the control block counts empty and dead columns, too."""
+        holes = self._control[self._region(layout.REGION_MAY_HAVE_HOLES) :][: self._num // 64]
+        may_have_holes = np.unpackbits(holes.view(np.uint8), bitorder="little")[self.of]
+        held = self._control[self._region(layout.REGION_HELD) :][: len(self.of)]
         return int(np.count_nonzero(may_have_holes * held))
 
     def check(self, in_use: set[int]) -> None:
@@ -100,7 +100,7 @@ class Columns:
 
     def _give(self, worker: int, column: int) -> None:
         self.of[worker] = column
-        self._control[self._region(layout.REGION_WORKERS) + column] = worker
+        self._of_place(layout.REGION_PLACES, column)[:] = worker + self._num * np.arange(3)
         self._set_live(column, True)
 
     def _set_live(self, column: int, is_live: bool) -> None:
@@ -110,10 +110,12 @@ class Columns:
         del self._to_sweep[column]
         _set_bit(self.dead, column, False)
         set_holes(self._control.ctypes.data, column, False)
-        for region in (layout.REGION_HELD, layout.REGION_DIGESTS):
-            first = self._region(region) + column
-            self._control[first : first + 3 * self._num : self._num] = 0
         self._free.append(column)
+
+    def _of_place(self, region: int, place: int) -> Ints:
+        """The words of a worker or column, one a tier."""
+        first = self._region(region) + place
+        return self._control[first : first + 3 * self._num : self._num]
 
 
 def _set_bit(words: Ints, bit: int, is_set: bool) -> None:

@@ -182,18 +182,14 @@ class PrefixIndex:
 
     def num_held(self, worker: int) -> int:
         """Blocks that `worker` holds, of all tiers. Raises ValueError for a worker out of range."""
-        column = self._column(worker, 0)
-        return sum(
-            self._columns.held(column + tier * self._tier_columns) for tier in range(NUM_TIERS)
-        )
+        self._column(worker, 0)
+        return sum(self._columns.held(worker))
 
     def digest(self, worker: int) -> int:
         """A 64-bit sum over `worker`'s blocks and tiers: equal for equal holdings. O(1)."""
-        column = self._column(worker, 0)
-        sums = (
-            self._columns.digest(column + tier * self._tier_columns) for tier in range(NUM_TIERS)
-        )
-        return sum((2 * tier + 1) * each for tier, each in enumerate(sums)) & (1 << 64) - 1
+        self._column(worker, 0)
+        sums = enumerate(self._columns.digests(worker))
+        return sum((2 * tier + 1) * each for tier, each in sums) & (1 << 64) - 1
 
     def work(self, num_entries: int = 16_384) -> bool:
         """Sweep and rehash a little. True: there is more to do."""
@@ -206,7 +202,7 @@ class PrefixIndex:
         control = self._control
         return IndexStats(
             num_blocks=self._table.num_keys,
-            num_entries=self._columns.num_entries(NUM_TIERS),
+            num_entries=self._columns.num_entries(),
             num_sets=self._sets.num_rows,
             nbytes=self.nbytes,
             evicted=int(control[layout.AT_EVICTED]),
@@ -232,12 +228,9 @@ class PrefixIndex:
 
     def _check_worker(self, worker: int, held: dict[int, list[int]]) -> None:
         column, digest = self._columns.of[worker], 0
-        for tier in range(NUM_TIERS):
-            at = column + tier * self._tier_columns
-            keys = held.get(at, [])
-            assert len(keys) == self._columns.held(at), (
-                f"worker {worker} holds {len(keys)} in {tier}"
-            )
+        for tier, num_held in enumerate(self._columns.held(worker)):
+            keys = held.get(column + tier * self._tier_columns, [])
+            assert len(keys) == num_held, f"worker {worker} holds {len(keys)} in {tier}"
             digest += (2 * tier + 1) * sum(map(_fingerprint, keys))
         assert digest & (1 << 64) - 1 == self.digest(worker), f"digest of worker {worker}"
 

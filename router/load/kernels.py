@@ -1,11 +1,16 @@
-"""Kernels of counted paths (users of each waypoint, an index of those in use), of prompts and free blocks."""
+"""Kernels of counted paths (users of each waypoint, an index of those in use), of prompts and of loads."""
+
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from mallee.protocol.bookings import WAYPOINT_STRIDE
 from mallee.protocol.hashing import Hashes
 from mallee.router.index.kernels import layout
 from mallee.router.index.kernels.blocks import remove, store
+from mallee.router.index.kernels.layout import Counts
+from mallee.router.index.kernels.match import match
 from mallee.router.index.kernels.table import (
     add,
     column_word,
@@ -17,7 +22,10 @@ from mallee.router.index.kernels.table import (
     segment_of,
 )
 from mallee.router.jit import get, kernel, put, signed
-from mallee.router.load.layout import LOAD_FREE, LOAD_ROOM
+from mallee.router.load import layout as rows_of
+from mallee.router.load.layout import NUM_PROMPT_BLOCKS, PROMPT_WORDS
+
+Loads: TypeAlias = npt.NDArray[np.float64]
 
 
 @kernel
@@ -102,51 +110,113 @@ def count_down(s: int, waypoints: Hashes, salt: int, gone: Hashes) -> int:
 
 
 @kernel
-def note_blocks(
-    keys: Hashes,
-    following: Hashes,
-    uses: "npt.NDArray[np.int32]",
-    hashes: Hashes,
-    step: int,
-    found: "npt.NDArray[np.int64]",
-) -> None:
-    """Take in every `step`-th of a prompt's blocks; `found` is `load.prompts.Seen`.
+def note_blocks(table: int, hashes: Hashes) -> None:
+    """Take in every `step`-th of a prompt's blocks. Table: what is seen (`load.prompts.Seen`), step, entries.
 
-    An entry, at the low bits of its key, is overwritten by another key. `following`: the block after it of
-    the first prompt that had one; `uses` is negative once a prompt went on by another.
+    An entry, at the low bits of its key, is overwritten by another key. It is the key; the block after it of
+    the first prompt that had one; the prompts that had it, negative once one went on by another block.
     """
-    shared, num_shared, continues = 0, 0, 0
+    shared, num_shared, continues, step = 0, 0, 0, get(table, PROMPT_WORDS)
     is_known = True
     for i in range(step - 1, len(hashes), step):
-        key = hashes[i]
-        after = hashes[i + step] if i + step < len(hashes) else np.uint64(0)
-        at = np.int64(key & np.uint64(len(keys) - 1))
-        if keys[at] != key:
-            keys[at], following[at], uses[at] = key, after, 1
+        key = signed(hashes[i])
+        after = signed(hashes[i + step]) if i + step < len(hashes) else 0
+        entry = table + 8 * PROMPT_WORDS * (2 + (key & (NUM_PROMPT_BLOCKS - 1)))
+        if get(entry, 0) != key:
+            put(entry, 0, key)
+            put(entry, 1, after)
+            put(entry, 2, 1)
             is_known = False
             continue
-        num = abs(uses[at])
-        has_parted = uses[at] < 0 or (following[at] != 0 and after != 0 and following[at] != after)
+        following, uses = get(entry, 1), get(entry, 2)
+        num = abs(uses)
+        has_parted = uses < 0 or (following != 0 and after != 0 and following != after)
         if is_known:
-            continues = 1 if following[at] == 0 else 0
+            continues = 1 if following == 0 else 0
             if has_parted:
                 shared, num_shared = i + 1, num
-        if following[at] == 0:
-            following[at] = after
-        uses[at] = -(num + 1) if has_parted else num + 1
-    found[0], found[1], found[2] = shared, num_shared, continues
+        if following == 0:
+            put(entry, 1, after)
+        put(entry, 2, -(num + 1) if has_parted else num + 1)
+    put(table, 0, shared)
+    put(table, 1, num_shared)
+    put(table, 2, continues)
 
 
 @kernel
-def count_free(index: int, loads: "npt.NDArray[np.float64]", width: int) -> None:
+def match_prompt(
+    index: int,
+    used: int,
+    prompts: int,
+    hashes: Hashes,
+    waypoints: Hashes,
+    held: Counts,
+    active: Counts,
+    loads: Loads,
+    width: int,
+) -> None:
+    """Leading blocks of a path that every worker holds (`held` [tiers, workers]) and uses (`active`).
+
+    All that is looked up of a prompt, in one call: a call from Python costs as much as a match. `index` and
+    `used` are control blocks; `used` 0: nothing is known of use. The path's waypoints are written to
+    `waypoints`; `note_blocks` and `count_free` do the rest.
+    """
+    n = len(hashes)
+    for i in range(n // WAYPOINT_STRIDE):
+        waypoints[i] = hashes[(i + 1) * WAYPOINT_STRIDE - 1]
+    if n % WAYPOINT_STRIDE:
+        waypoints[n // WAYPOINT_STRIDE] = hashes[n - 1]
+    for tier in range(len(held)):
+        match(index, hashes, tier + 1, 1, n, held[tier])
+    if used != 0:
+        match(used, waypoints, 1, WAYPOINT_STRIDE, n, active)
+    else:
+        active[:] = 0
+    note_blocks(prompts, hashes)
+    count_free(index, loads, width)
+
+
+@kernel
+def count_free(index: int, loads: Loads, width: int) -> None:
     """Blocks of each worker with nothing in them, by the index's counts."""
-    workers = column_word(index, layout.REGION_WORKERS, 0)
     held = column_word(index, layout.REGION_HELD, 0)
-    for column in range(get(index, layout.AT_COLUMNS)):
-        w = get(index, workers + column)
-        is_live = (
-            get(index, column_word(index, layout.REGION_LIVE, column >> 6)) >> (column & 63) & 1
-        )
-        if is_live != 0 and w < width:
-            free = loads[LOAD_ROOM, w] - get(index, held + column)
-            loads[LOAD_FREE, w] = free if free > 0.0 else 0.0
+    for w in range(width):
+        free = loads[rows_of.LOAD_ROOM, w] - get(index, held + w)
+        loads[rows_of.LOAD_FREE, w] = free if free > 0.0 else 0.0
+
+
+@kernel
+def count_booking(
+    loads: Loads, w: int, rows: int, blocks: int, prefill_tokens: int, now: float, token_s: float
+) -> None:
+    """A booking on worker `w` begins."""
+    loads[rows_of.LOAD_ROWS, w] += rows
+    loads[rows_of.LOAD_BLOCKS, w] += blocks
+    if prefill_tokens > 0:
+        loads[rows_of.LOAD_PREFILL, w] += prefill_tokens
+        begins = max(now, loads[rows_of.LOAD_PREFILL_ENDS, w])
+        loads[rows_of.LOAD_PREFILL_ENDS, w] = begins + prefill_tokens * token_s
+
+
+@kernel
+def count_choice(loads: Loads, w: int, number: int, num_blocks: int, expected: float) -> None:
+    """As `load.slots.SlotTracker.choose`."""
+    loads[rows_of.LOAD_CHOSEN, w] = number
+    left = max(0.0, 1.0 - num_blocks / max(loads[rows_of.LOAD_ROOM, w], 1.0))
+    loads[rows_of.LOAD_GROWTH, w] = max(0.0, loads[rows_of.LOAD_GROWTH, w] * left + expected)
+
+
+@kernel
+def count_end(
+    loads: Loads, w: int, rows: int, blocks: int, prefill_tokens: int, now: float, token_s: float
+) -> None:
+    """Rows and blocks on worker `w` end, or prefill. The rest of its queue is at most what is unconfirmed."""
+    loads[rows_of.LOAD_ROWS, w] -= rows
+    loads[rows_of.LOAD_BLOCKS, w] -= blocks
+    loads[rows_of.LOAD_FREED_ROWS, w] += rows
+    loads[rows_of.LOAD_FREED_BLOCKS, w] += blocks
+    if prefill_tokens > 0:
+        loads[rows_of.LOAD_PREFILL, w] -= prefill_tokens
+        loads[rows_of.LOAD_FREED_PREFILL, w] += prefill_tokens
+        ends = now + loads[rows_of.LOAD_PREFILL, w] * token_s
+        loads[rows_of.LOAD_PREFILL_ENDS, w] = min(loads[rows_of.LOAD_PREFILL_ENDS, w], ends)

@@ -1,4 +1,4 @@
-"""Rows of the array of loads [NUM_LOADS, num_workers] that slots keep and prices read."""
+"""Rows of the array of loads [NUM_LOADS, num_workers] that slots keep and prices read; a table of prompts."""
 
 from typing import Final
 
@@ -23,7 +23,14 @@ LOAD_PEER_BLOCK_S: Final = 17
 LOAD_LENDS: Final = 18  # 1: it lends its KV to the others that do, and borrows theirs
 LOAD_FREE: Final = 19  # KV blocks with nothing in them, as far as events say
 LOAD_GROWTH: Final = 20  # blocks that texts there are expected to bring yet
-NUM_LOADS: Final = 21
+LOAD_FREED_ROWS: Final = 21  # of bookings that ended since the last report
+LOAD_FREED_BLOCKS: Final = 22
+LOAD_FREED_PREFILL: Final = 23
+NUM_LOADS: Final = 24
 LOADS_FETCH: Final = slice(LOAD_TOKEN_S, LOAD_PEER_BLOCK_S + 1)  # in the order of `FetchPrices`
 LOADS_BOOKED: Final = (LOAD_ROWS, LOAD_BLOCKS, LOAD_PREFILL)
 LOADS_REPORTED: Final = (LOAD_EXTRA_ROWS, LOAD_EXTRA_BLOCKS, LOAD_EXTRA_PREFILL)
+LOADS_FREED: Final = (LOAD_FREED_ROWS, LOAD_FREED_BLOCKS, LOAD_FREED_PREFILL)
+
+NUM_PROMPT_BLOCKS: Final = 1 << 16
+PROMPT_WORDS: Final = 3  # of an entry

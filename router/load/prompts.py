@@ -6,13 +6,11 @@ others will use that copy. Both are seen from the prompts alone, by a block ever
 table of fixed size. An entry that another one takes over makes a text look new, nothing else.
 """
 
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, cast
 
 import numpy as np
-import numpy.typing as npt
 
-from mallee.protocol.hashing import NO_HASHES, Hashes
-from mallee.router.load.kernels import note_blocks
+from mallee.router.load import layout
 
 STEP_TOKENS: Final = 256
 GROWTH: Final = 5.0
@@ -23,7 +21,6 @@ which costs copies of what they share; a lower one fills one worker until it evi
 scenes of docs/benchmarks.md 3 loses 7 % of the hits in the worst of them, and a figure that is learned from
 the prompts changes none: those that would teach it come too late.
 """
-_SIZE: Final = 1 << 16
 
 
 class Seen(NamedTuple):
@@ -35,26 +32,22 @@ class Seen(NamedTuple):
 
 
 class EarlierPrompts:
-    """A table of blocks of earlier prompts; about 1.3 MB."""
+    """A table of blocks of earlier prompts; 1.6 MB. A match of a prompt takes it in."""
 
     def __init__(self, block_size: int) -> None:
-        self._step = max(1, STEP_TOKENS // block_size)
-        self._keys: Hashes = np.zeros(_SIZE, np.uint64)
-        # Of each: the block looked at after it (0: none yet), and the prompts that had it, negative once they
-        # parted behind it.
-        self._next: Hashes = np.zeros(_SIZE, np.uint64)
-        self._uses: npt.NDArray[np.int32] = np.zeros(_SIZE, np.int32)
-        self._found: npt.NDArray[np.int64] = np.zeros(len(Seen._fields), np.int64)
+        self._step = max(1, STEP_TOKENS // block_size)  # blocks
+        table = np.zeros((2 + layout.NUM_PROMPT_BLOCKS, layout.PROMPT_WORDS), np.int64)
+        table[1, 0] = self._step
+        self.address = table.ctypes.data
+        self._uses = table[2:, 2]
+        self._found = cast("memoryview[int]", table[0].data)
         self._num_noted = 0
-        for hashes in (NO_HASHES, np.frombuffer(b"", dtype=np.uint64)):
-            self.note(hashes)  # compiles, as no request should have to
 
-    def note(self, hashes: Hashes) -> Seen:
-        """Take in a prompt's full blocks; returns what is seen of them by those before."""
-        note_blocks(self._keys, self._next, self._uses, hashes, self._step, self._found)
-        shared, uses, continues = self._found.tolist()
-        self._num_noted += len(hashes) // self._step
-        if self._num_noted > _SIZE:  # what was popular once counts less and less
+    def seen(self, num_blocks: int) -> Seen:
+        """The prompt matched last, which has so many full blocks, beside those before it."""
+        shared, uses, continues = self._found
+        self._num_noted += num_blocks // self._step
+        if self._num_noted > layout.NUM_PROMPT_BLOCKS:  # what was popular once counts less and less
             self._num_noted = 0
             self._uses //= 2
         return Seen(shared, uses, bool(continues))

@@ -13,26 +13,21 @@ for `booking_s` is dropped: its gateway lost it. What a worker reports beyond al
 
 from collections import OrderedDict
 from collections.abc import Set
-from dataclasses import dataclass
-from typing import TypeAlias, cast
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from mallee.protocol.events import FetchPrices
 from mallee.protocol.hashing import Hashes
 from mallee.protocol.ids import RequestId
 from mallee.router.load import layout
+from mallee.router.load.kernels import Loads, count_booking, count_choice, count_end
 from mallee.router.load.paths import STRIDE, CountedPaths
 
 _PADDING = 24
 
-Loads: TypeAlias = npt.NDArray[np.float64]
 
-
-@dataclass(slots=True)
-class _Booking:
+class _Booking(msgspec.Struct, gc=False):
     worker: int
     waypoints: Hashes
     num_blocks: int
@@ -63,16 +58,14 @@ class SlotTracker:
         if width % 512 < _PADDING:
             width += _PADDING
         self.loads: Loads = np.zeros((layout.NUM_LOADS, width), dtype=np.float64)
-        # The same numbers flat: a single one is read and written in a quarter of the time.
-        self._cells = cast("memoryview[float]", self.loads.reshape(-1).data)
-        self._width = width
         self._token_s = prefill_token_s
         self._booking_s = booking_s
         self.bookings: OrderedDict[RequestId, _Booking] = OrderedDict()  # by touched_at
         self._requests: list[set[RequestId]] = [set() for _ in range(num_workers)]
-        # Rows, blocks and prefill tokens that ended since each worker's last report.
-        self._freed = [[0.0, 0.0, 0.0] for _ in range(num_workers)]
         self.expired = 0  # bookings not touched for booking_s
+        count_booking(self.loads, 0, 0, 0, 0, 0.0, 0.0)  # compile, as no request should have to
+        count_choice(self.loads, 0, 0, 0, 0.0)
+        count_end(self.loads, 0, 0, 0, 0, 0.0, 0.0)
 
     def requests(self, worker: int) -> frozenset[RequestId]:
         """Requests booked on `worker`."""
@@ -104,13 +97,8 @@ class SlotTracker:
             touched_at=now,
         )
         self._requests[worker].add(request)
-        cells, width = self._cells, self._width
-        cells[layout.LOAD_ROWS * width + worker] += rows
-        cells[layout.LOAD_BLOCKS * width + worker] += own_blocks + fresh
-        if prefill_tokens:
-            cells[layout.LOAD_PREFILL * width + worker] += prefill_tokens
-            ends = layout.LOAD_PREFILL_ENDS * width + worker
-            cells[ends] = max(now, cells[ends]) + prefill_tokens * self._token_s
+        blocks, token_s = own_blocks + fresh, self._token_s
+        count_booking(self.loads, worker, rows, blocks, prefill_tokens, now, token_s)
 
     def choose(self, worker: int, number: int, num_blocks: int, expected: float) -> None:
         """Note that the youngest decision, of this number, chose `worker`.
@@ -118,11 +106,7 @@ class SlotTracker:
         Its prompt brings `num_blocks` new blocks there, and its text is `expected` to bring more later;
         negative: so many were expected before. Texts end: old expectations fade away.
         """
-        cells, width = self._cells, self._width
-        cells[layout.LOAD_CHOSEN * width + worker] = number
-        at = layout.LOAD_GROWTH * width + worker
-        room = max(cells[layout.LOAD_ROOM * width + worker], 1.0)
-        cells[at] = max(0.0, cells[at] * max(0.0, 1.0 - num_blocks / room) + expected)
+        count_choice(self.loads, worker, number, num_blocks, expected)
 
     def prefill_done(self, request: RequestId, now: float) -> bool:
         """End a booking's outstanding prefill. False if it is not booked."""
@@ -131,7 +115,7 @@ class SlotTracker:
             return False
         booking.touched_at = now
         self.bookings.move_to_end(request)
-        self._end_prefill(booking, now)
+        self._end(booking, 0, 0, now)
         return True
 
     def free(self, request: RequestId, now: float) -> bool:
@@ -147,11 +131,10 @@ class SlotTracker:
         dropped = sorted(self._requests[worker])
         for request in dropped:
             self._release(request, self.bookings.pop(request), 0.0)  # nothing of it is kept
-        for row in (*layout.LOADS_BOOKED, *layout.LOADS_REPORTED):
+        for row in (*layout.LOADS_BOOKED, *layout.LOADS_REPORTED, *layout.LOADS_FREED):
             self.loads[row, worker] = 0
         self.loads[layout.LOADS_FETCH, worker] = 0
         self.loads[layout.LOAD_GROWTH, worker] = 0
-        self._freed[worker] = [0.0, 0.0, 0.0]
         return dropped
 
     def touch(self, request: RequestId, now: float) -> None:
@@ -181,14 +164,12 @@ class SlotTracker:
 
         The worker may have counted what was freed here since the report before: that is no extra.
         """
-        loads, freed = self.loads, self._freed[worker]
-        said = (rows, active_blocks, prefill_tokens)
-        for i, (extra, booked) in enumerate(
-            zip(layout.LOADS_REPORTED, layout.LOADS_BOOKED, strict=True)
+        loads, said = self.loads, (rows, active_blocks, prefill_tokens)
+        for extra, booked, freed, num in zip(
+            layout.LOADS_REPORTED, layout.LOADS_BOOKED, layout.LOADS_FREED, said, strict=True
         ):
-            known = float(loads[booked, worker]) + freed[i]
-            loads[extra, worker] = max(0.0, said[i] - known)
-            freed[i] = 0.0
+            loads[extra, worker] = max(0.0, num - loads[booked, worker] - loads[freed, worker])
+            loads[freed, worker] = 0.0
 
     def price_fetches(self, worker: int, prices: FetchPrices) -> None:
         """Price what lies below the device of `worker` by what it measured, from now on."""
@@ -223,23 +204,10 @@ class SlotTracker:
             assert (sums[row] == self.loads[row]).all(), f"load {row} differs from the bookings"
 
     def _release(self, request: RequestId, booking: _Booking, now: float) -> None:
-        worker, cells, width = booking.worker, self._cells, self._width
-        gone = self.paths.leave(worker, booking.waypoints, booking.num_blocks)
-        self._requests[worker].discard(request)
-        cells[layout.LOAD_ROWS * width + worker] -= booking.rows
-        cells[layout.LOAD_BLOCKS * width + worker] -= booking.own_blocks + gone
-        freed = self._freed[worker]
-        freed[0] += booking.rows
-        freed[1] += booking.own_blocks + gone
-        self._end_prefill(booking, now)
+        gone = self.paths.leave(booking.worker, booking.waypoints, booking.num_blocks)
+        self._requests[booking.worker].discard(request)
+        self._end(booking, booking.rows, booking.own_blocks + gone, now)
 
-    def _end_prefill(self, booking: _Booking, now: float) -> None:
-        """The rest of the queue is at most what is still unconfirmed."""
-        if booking.prefill_tokens:
-            cells, width, worker = self._cells, self._width, booking.worker
-            cells[layout.LOAD_PREFILL * width + worker] -= booking.prefill_tokens
-            self._freed[worker][2] += booking.prefill_tokens
-            booking.prefill_tokens = 0
-            left = cells[layout.LOAD_PREFILL * width + worker] * self._token_s
-            ends = layout.LOAD_PREFILL_ENDS * width + worker
-            cells[ends] = min(cells[ends], now + left)
+    def _end(self, booking: _Booking, rows: int, blocks: int, now: float) -> None:
+        tokens, booking.prefill_tokens = booking.prefill_tokens, 0
+        count_end(self.loads, booking.worker, rows, blocks, tokens, now, self._token_s)

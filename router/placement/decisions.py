@@ -5,6 +5,7 @@ from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
+from msgspec import Struct
 
 from mallee.protocol.ids import RequestId, WorkerId
 from mallee.router.index.kernels.layout import Counts
@@ -47,10 +48,10 @@ class Decision(NamedTuple):
     pull: Pull | None = None  # of KV that others have
 
 
-class Entry(NamedTuple):
+class Entry(Struct, frozen=True):
     """A decision as it was made. Most are never asked about, so names and candidates come later.
 
-    Terms take 28 bytes a worker, 36 if workers lend.
+    Terms take 36 bytes a worker.
     """
 
     number: int
@@ -59,7 +60,7 @@ class Entry(NamedTuple):
     reason: str
     at: float
     demand: Demand
-    terms: Floats  # [NUM_TERMS or NUM_TERMS_LENT, num_workers]
+    terms: Floats  # [NUM_TERMS, num_workers]
     names: tuple[WorkerId | None, ...]  # by slot, as they were
     share: Share | None
     pull: Pull | None = None
@@ -110,9 +111,8 @@ def _decision(entry: Entry, most: int) -> Decision:
 def _candidate(entry: Entry, slot: int) -> Candidate:
     worker = entry.names[slot]
     assert worker is not None, f"slot {slot} is empty"
-    values = entry.terms[:, slot].tolist()
-    overlap, *seconds, total = values[: score.NUM_TERMS]
-    pull_s, pulled = values[score.NUM_TERMS :] or (0.0, 0.0)
-    cost = Cost(*seconds)._replace(pull_s=pull_s)
+    overlap, pulled, *seconds, total = entry.terms[:, slot].tolist()
     matched = 0 if entry.matched is None else int(entry.matched[slot])
-    return Candidate(worker, int(overlap), max(matched, int(overlap)), cost, total, int(pulled))
+    return Candidate(
+        worker, int(overlap), max(matched, int(overlap)), Cost(*seconds), total, int(pulled)
+    )

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
+from msgspec.structs import replace
 
 from mallee.protocol.errors import Saturated
 from mallee.protocol.hashing import Hashes
@@ -81,7 +82,7 @@ class FanOutPlacer:
         """As `Router.route_fanout`, with the offers that it went by."""
         placer = self._placer
         offers, only = self._match(fan_out)
-        seen = placer.earlier.note(fan_out.hashes)
+        seen = offers.seen
         whole = self._demand(fan_out, range(len(fan_out.suffix_tokens)), only, "stay", seen)
         choice, has_room = self._owner(whole, offers, now, may_split=can_recompute)
         split = self._planner.plan(
@@ -129,7 +130,7 @@ class FanOutPlacer:
             if not may_split:
                 raise
         # Where a group may be split no worker has to take it whole.
-        return self._placer.choose(whole._replace(rows=1), offers, now), False
+        return self._placer.choose(replace(whole, rows=1), offers, now), False
 
     def _demand(self, fan_out: FanOut, rows: range, only: int, how: How, seen: Seen) -> Demand:
         """The needs of some of the rows on a worker that gets the prefix in this way."""
@@ -140,7 +141,8 @@ class FanOutPlacer:
         longest = fan_out.prefix_tokens + max(suffixes)
         limit, may_wait = fan_out.max_tokens, fan_out.may_wait
         one = self._placer.demand(shared, longest, limit, may_wait, seen=seen)
-        return one._replace(
+        return replace(
+            one,
             prompt_tokens=longest if forks else fan_out.prefix_tokens + tokens,
             num_blocks=num_blocks,
             own_blocks=one.own_blocks * len(rows),
@@ -177,7 +179,7 @@ class FanOutPlacer:
         block_s = loads[layout.LOAD_PEER_BLOCK_S], self._spill.block_s
         pull_s = fetch_s + np.where(is_measured, *first_s)
         pull_s += missing_blocks * np.where(is_measured, *block_s)
-        if not may_pull.any() and len(terms) > score.NUM_TERMS:
+        if not may_pull.any():
             held, fetch_s = held + terms[score.TERM_PULLED], fetch_s + terms[score.TERM_PULL]
         missing = np.maximum(fan_out.prefix_tokens - held * size, 0)
         token_s = loads[layout.LOAD_TOKEN_S]
@@ -227,7 +229,8 @@ class FanOutPlacer:
         for request, share in zip(requests, split.shares, strict=False):
             rows = range(start, start + share.rows)
             start = rows.stop
-            demand = self._demand(fan_out, rows, share.slot, share.how, seen)._replace(may_wait=0.0)
+            demand = self._demand(fan_out, rows, share.slot, share.how, seen)
+            demand = replace(demand, may_wait=0.0)
             choice = self._placer.choose(demand, offers, now)
             if share.how != "stay":
                 self.spilled[share.how, reason] += 1

@@ -2,9 +2,10 @@
 
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import Final, NamedTuple, NoReturn
+from typing import Final, NoReturn
 
 import numpy as np
+from msgspec import Struct
 
 from mallee.protocol.bookings import Booked
 from mallee.protocol.errors import KVMemoryExceeded, NoWorker, Saturated
@@ -13,10 +14,9 @@ from mallee.protocol.hashing import NO_HASHES, Hashes
 from mallee.protocol.ids import Incarnation, RequestId, WorkerId
 from mallee.router.config import RouterConfig
 from mallee.router.index.capsules import CapsuleEntry
-from mallee.router.index.kernels.match import match_all
 from mallee.router.load import layout
-from mallee.router.load.kernels import count_free
-from mallee.router.load.paths import STRIDE, room_for_waypoints
+from mallee.router.load.kernels import match_prompt
+from mallee.router.load.paths import room_for_waypoints
 from mallee.router.load.prompts import GROWTH, EarlierPrompts, Seen
 from mallee.router.placement.affinity import home_slot
 from mallee.router.placement.decisions import Entry
@@ -29,7 +29,7 @@ from mallee.router.sync.outbox import Outbox
 WARM_UP_EVERY: Final = 8  # one decision in so many may go to a new worker
 
 
-class Placement(NamedTuple):
+class Placement(Struct, frozen=True):
     """The worker that a request was booked on, and why."""
 
     worker: WorkerId
@@ -61,8 +61,9 @@ class Placer:
         self._log = log
         self._outbox = outbox
         self._pricer = Pricer(config, fleet.slots.loads, draw)
-        self._prices_memory = config.policy == "cost" and config.cost.displaced_weight > 0.0
-        self.earlier = EarlierPrompts(config.block_size)
+        self._earlier = EarlierPrompts(config.block_size)
+        self._held = np.zeros((0, config.max_workers), np.int32)
+        self._active = np.zeros(config.max_workers, np.int32)
         self._most_steps = config.cost.expected_output_tokens
         self._used = fleet.slots.paths.address if config.active_blocks else 0
         self.routed = 0
@@ -89,7 +90,12 @@ class Placer:
         own = max(0, -(-(prompt_tokens + steps) // size) - num_blocks)
         needed = -(-(prompt_tokens + max_tokens) // size)
         return Demand(
-            *(prompt_tokens, num_blocks, own, needed, 1, steps),
+            prompt_tokens=prompt_tokens,
+            num_blocks=num_blocks,
+            own_blocks=own,
+            needed_blocks=needed,
+            rows=1,
+            steps=steps,
             may_wait=1.0 if may_wait else 0.0,
             home=home,
             growth=1.0 if seen.continues else 1.0 + GROWTH,
@@ -106,25 +112,26 @@ class Placer:
     def match(self, hashes: Hashes) -> Offers:
         """Leading blocks on every worker: known from events, predicted, or in use.
 
-        Also takes in, for the prices, how many blocks are free on each.
+        Also takes in, for the prices, how many blocks are free on each, and the prompt itself.
         """
-        index, predictions = self._fleet.index, self._fleet.predictions
-        num_blocks, num_workers = len(hashes), index.num_workers
-        waypoints = room_for_waypoints(num_blocks)
-        held = np.empty((index.num_tiers, num_workers), np.int32)
-        active = np.empty(num_workers, np.int32)
-        match_all(index.address, self._used, hashes, waypoints, STRIDE, held, active)
-        windows, matched = self._fleet.holdings.windows, None
+        fleet = self._fleet
+        index, predictions, num_blocks = fleet.index, fleet.predictions, len(hashes)
+        if len(self._held) != index.num_tiers:
+            self._held = np.zeros((index.num_tiers, index.num_workers), np.int32)
+        waypoints, held, active = room_for_waypoints(num_blocks), self._held, self._active
+        prompts, loads, width = self._earlier.address, fleet.slots.loads, fleet.width
+        match_prompt(
+            index.address, self._used, prompts, hashes, waypoints, held, active, loads, width
+        )
+        windows, matched = fleet.holdings.windows, None
         if windows.by_worker:
             matched = held[0].copy()
             windows.limit(held, hashes, self._block_size)
-        if self._prices_memory:
-            count_free(index.address, self._fleet.slots.loads, self._fleet.width)
         if predictions.busy:
-            predicted = np.empty(num_workers, dtype=np.int32)
+            predicted = np.empty(index.num_workers, dtype=np.int32)
             predictions.match_into(waypoints, num_blocks, predicted)
             np.maximum(held[0], predicted, out=held[0])
-        return Offers(waypoints, held, active, matched)
+        return Offers(waypoints, held, active, self._earlier.seen(num_blocks), matched)
 
     def slot_of(self, worker: WorkerId) -> int:
         """The slot of a worker that alone is allowed. Raises NoWorker if it is not alive."""
@@ -145,7 +152,6 @@ class Placer:
             now=now,
             width=fleet.width,
             prefers_new=prefers_new,
-            may_pull=fleet.num_lending > 1,
         )
         if choice is None:
             self._refuse(demand)
@@ -201,7 +207,7 @@ class Placer:
         expected = (demand.growth - 1.0) * max(0, demand.num_blocks - demand.shared_blocks)
         number = self.routed
         self.routed += 1
-        fleet.slots.choose(slot, self.routed, brought, expected if is_new_text else -brought)
+        fleet.slots.choose(slot, self.routed, brought, expected if is_new_text else -float(brought))
         fleet.predict(member, waypoints, demand.num_blocks, now)
         self.regret_blocks += choice.best_overlap_blocks - choice.overlap_blocks
         self._log.append(

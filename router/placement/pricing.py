@@ -43,11 +43,14 @@ from collections.abc import Callable
 from typing import Final, NamedTuple, cast
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import astuple
 
 from mallee.protocol.hashing import NO_HASHES, Hashes
 from mallee.router.config import Policy, RouterConfig
 from mallee.router.index.kernels.layout import Counts
-from mallee.router.load.slots import Loads
+from mallee.router.load.kernels import Loads
+from mallee.router.load.prompts import Seen
 from mallee.router.placement.kernels import score
 from mallee.router.placement.kernels.score import Floats
 
@@ -78,7 +81,7 @@ class Cost(NamedTuple):
         return sum(self)
 
 
-class Demand(NamedTuple):
+class Demand(Struct, frozen=True, gc=False):
     """The needs of a request, in the order in which the kernel reads them."""
 
     prompt_tokens: int
@@ -98,17 +101,18 @@ class Demand(NamedTuple):
     copy_share: float = 1.0  # of computing these again that it pays for: later texts use the copy
 
 
-class Offers(NamedTuple):
-    """One prompt as every worker has it, in leading blocks."""
+class Offers(Struct, frozen=True):
+    """One prompt as every worker has it, in leading blocks. Its placer's next match overwrites it."""
 
     waypoints: Hashes  # of the prompt's path: `router.load.paths`
     held: Counts  # [num_tiers, max_workers], cumulative over tiers, with predictions
     active: Counts  # [max_workers] in use by running requests
+    seen: Seen = Seen(0, 0, False)
     matched: Counts | None = None
     """[max_workers] in device memory, where not all can be gone on from."""
 
 
-class Choice(NamedTuple):
+class Choice(Struct, frozen=True):
     """The chosen slot, and how it compares."""
 
     slot: int
@@ -117,7 +121,7 @@ class Choice(NamedTuple):
     cost: Cost
     is_new: bool  # it was chosen because it is new
     terms: Floats  # of every worker, as the kernel priced them
-    pulled_blocks: int = 0  # beyond the overlap, from other workers
+    pulled_blocks: int  # beyond the overlap, from other workers
 
 
 class Pricer:
@@ -131,7 +135,6 @@ class Pricer:
         self._cells = cast("memoryview[float]", self._params.data)
         self._pack = struct.Struct(f"{score.NUM_ASKED}d").pack_into
         self._shape = (score.NUM_TERMS, loads.shape[1])
-        self._lent_shape = (score.NUM_TERMS_LENT, loads.shape[1])
         self._needs_draw = False
         cost, params = config.cost, self._params
         for at, value in {
@@ -155,7 +158,7 @@ class Pricer:
         self.choose(
             Demand(1, 0, 1, 1, 1, 1), Offers(NO_HASHES, nothing, nothing[0]), now=0.0, width=0
         )
-        score.cheapest_new(params, loads, np.empty((score.NUM_TERMS, 1), dtype=np.float32))
+        score.cheapest_of(params, loads, np.empty((score.NUM_TERMS, 1), np.float32), 0.0)
         self._needs_draw = config.temperature > 0.0 or config.policy == "random"
 
     def choose(
@@ -166,41 +169,34 @@ class Pricer:
         now: float,
         width: int,
         prefers_new: bool = False,
-        may_pull: bool = False,
     ) -> Choice | None:
         """The worker for `demand` among slots 0 .. width - 1; None if it may go to none now.
 
-        `prefers_new`: a worker that joined lately is taken if it isn't much dearer. `may_pull`: workers that
-        lend pull from each other.
+        `prefers_new`: a worker that joined lately is taken if it isn't much dearer.
         """
         params, held = self._params, offers.held
         draw = self._draw() if self._needs_draw else 0.0
-        self._pack(self._cells, 0, *demand, now, draw, width, len(held))
-        terms = np.empty(self._lent_shape if may_pull else self._shape, np.float32)
+        self._pack(self._cells, 0, *astuple(demand), now, draw, width, len(held))
+        terms = np.empty(self._shape, np.float32)
         slot = score.choose(params, self._loads, held, offers.active, terms)
         if slot < 0:
             return None
         is_new = False
         if prefers_new:
-            new = int(score.cheapest_new(params, self._loads, terms))
+            new = score.cheapest_of(params, self._loads, terms, now)
             if new not in (-1, slot):
                 is_new = (
                     float(terms[score.TERM_TOTAL, new] - terms[score.TERM_TOTAL, slot])
                     <= WARM_UP_PRICE_S
                 )
                 slot = new if is_new else slot
-        best_overlap = int(self._cells[score.P_BEST_OVERLAP])
-        if may_pull:
-            overlap, *seconds, _, pull, pulled = terms[:, slot].tolist()
-            cost = Cost(*seconds)._replace(pull_s=pull)
-            return Choice(
-                slot=slot,
-                overlap_blocks=int(overlap),
-                best_overlap_blocks=best_overlap,
-                cost=cost,
-                is_new=is_new,
-                terms=terms,
-                pulled_blocks=int(pulled),
-            )
-        overlap, *seconds, _ = terms[:, slot].tolist()
-        return Choice(slot, int(overlap), best_overlap, Cost(*seconds), is_new, terms)
+        overlap, pulled, *seconds, _ = terms[:, slot].tolist()
+        return Choice(
+            slot=slot,
+            overlap_blocks=int(overlap),
+            best_overlap_blocks=int(self._cells[score.P_BEST_OVERLAP]),
+            cost=Cost(*seconds),
+            is_new=is_new,
+            terms=terms,
+            pulled_blocks=int(pulled),
+        )

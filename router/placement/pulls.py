@@ -6,8 +6,9 @@ is asked of its worker first, by name: so its state comes too. The command has t
 what does not arrive, or is dearer than the worker reckons, is computed.
 """
 
-import math
 from typing import Final, Literal, NamedTuple, TypeAlias, get_args
+
+import numpy as np
 
 from mallee.protocol.ids import CapsuleId
 from mallee.protocol.messages import Holder
@@ -24,8 +25,6 @@ PullReason: TypeAlias = Literal["prefix", "spill", "drain", "rebuild"]
 drain: a capsule leaves a worker that drains. rebuild: a capsule that is gone is made again.
 """
 PULL_REASONS: Final[tuple[PullReason, ...]] = get_args(PullReason)
-MAX_PREFIX_HOLDERS: Final = 2  # beside one of a capsule; the second, if the first fails
-_ROWS: Final = float(1 << 20)  # more than a worker has
 
 
 class Pull(NamedTuple):
@@ -44,6 +43,8 @@ class PullFinder:
     def __init__(self, config: RouterConfig, fleet: Fleet) -> None:
         self._config = config
         self._fleet = fleet
+        nothing = np.zeros((1, config.max_workers), np.int32)
+        score.lenders(fleet.slots.loads, nothing, 0, 0, 0, 0)  # compiles, as no request should
 
     def lends(self, entry: CapsuleEntry) -> bool:
         """Whether the worker of a capsule lends it."""
@@ -58,7 +59,7 @@ class PullFinder:
 
         `source`: a capsule of exactly its text.
         """
-        slot, size = choice.slot, self._config.block_size
+        slot, size, loads = choice.slot, self._config.block_size, self._fleet.slots.loads
         found = list[int]()
         holders = list[Holder]()
         num_blocks = choice.pulled_blocks
@@ -71,10 +72,12 @@ class PullFinder:
                 missing = source.boundary // size - choice.overlap_blocks
                 num_blocks = max(num_blocks, missing)
         if choice.pulled_blocks:
-            for each, num in self._most(offers, slot, choice.overlap_blocks):
-                if each not in found:
+            # Two beside one of the capsule: the second, if the first fails. Disks are not lent.
+            held, tier, least = offers.held, min(1, len(offers.held) - 1), choice.overlap_blocks
+            for each in score.lenders(loads, held, tier, slot, least, self._fleet.width):
+                if each >= 0 and each not in found:
                     found.append(each)
-                    holders.append(self._holder(each, num * size))
+                    holders.append(self._holder(each, int(held[tier, each]) * size))
         if not holders:
             return None
         nbytes = self._nbytes(slot, num_blocks)
@@ -83,23 +86,6 @@ class PullFinder:
 
     def _lent(self, slot: int) -> float:
         return float(self._fleet.slots.loads[layout.LOAD_LENDS, slot])
-
-    def _most(self, offers: Offers, slot: int, overlap_blocks: int) -> list[tuple[int, int]]:
-        """The lenders but `slot` with most leading blocks, and how many; of equal ones the least loaded."""
-        loads, tier = self._fleet.slots.loads, min(1, len(offers.held) - 1)  # disks are not lent
-        held = offers.held[tier, : self._fleet.width]
-        slots = (held > overlap_blocks).nonzero()[0]  # few, mostly
-        rows = loads[layout.LOAD_ROWS, slots] + loads[layout.LOAD_EXTRA_ROWS, slots]
-        rank = held[slots] * _ROWS - rows
-        rank[(slots == slot) | (loads[layout.LOAD_LENDS, slots] == 0.0)] = -math.inf
-        found = []
-        for _ in range(min(MAX_PREFIX_HOLDERS, len(slots))):
-            best = int(rank.argmax())
-            if rank[best] == -math.inf:
-                break
-            found.append((int(slots[best]), int(held[slots[best]])))
-            rank[best] = -math.inf
-        return found
 
     def _holder(self, slot: int, num_tokens: int, capsule: CapsuleId | None = None) -> Holder:
         member = self._fleet.by_slot[slot]

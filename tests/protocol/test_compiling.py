@@ -60,9 +60,10 @@ COMPILED = """
     from mallee.protocol.hashing import NO_HASHES
     from mallee.router.config import RouterConfig, SpillModel, CostModel
     from mallee.router.index.index import PrefixIndex
-    from mallee.router.index.kernels.match import match_all
+    from mallee.router.load.kernels import match_prompt
     from mallee.router.load.paths import STRIDE
     from mallee.router.load.predictions import Predictions
+    from mallee.router.load.prompts import EarlierPrompts
     from mallee.router.load.slots import SlotTracker
     from mallee.router.placement.pricing import Demand, Offers, Pricer
     from mallee.router.placement.fanout_pricing import RowGroup, SplitPlanner, Workers
@@ -80,6 +81,7 @@ COMPILED = """
     index = PrefixIndex(70, max_nbytes=8 << 20)
     slots = SlotTracker(70)
     predictions = Predictions(70, ttl_s=1.0)
+    prompts = EarlierPrompts(16)
     pricer = Pricer(RouterConfig(max_workers=70), slots.loads, lambda: 0.5)
     planner = SplitPlanner(CostModel(), SpillModel(), block_size=16)
     before = compiled()
@@ -128,8 +130,8 @@ COMPILED = """
         used = slots.paths.address if step % 3 else 0
         for path in (keys, np.frombuffer(keys.tobytes(), dtype="<u8")):
             waypoints = np.empty(250, dtype=np.uint64)
-            match_all(index.address, used, path, waypoints, STRIDE, held,
-                      active)
+            match_prompt(index.address, used, prompts.address, path, waypoints, held, active,
+                         slots.loads, 70)
         ones = np.ones(9, dtype=np.int64)
         workers = Workers(ones / 9, ones / 8, ones, ones * 9, ones * 64, ones * 4000, ones / 7,
                           ones * step % 2 > 0, ones / 5)

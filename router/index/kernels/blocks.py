@@ -39,8 +39,9 @@ def fingerprint(key: int) -> int:
 @kernel
 def tally(s: int, column: int, num_blocks: int, digest: int) -> None:
     """Count so many blocks more in `column`, whose fingerprints add up to `digest`."""
-    add(s, column_word(s, layout.REGION_HELD, column), num_blocks)
-    add(s, column_word(s, layout.REGION_DIGESTS, column), digest)
+    place = get(s, column_word(s, layout.REGION_PLACES, column))
+    add(s, column_word(s, layout.REGION_HELD, place), num_blocks)
+    add(s, column_word(s, layout.REGION_DIGESTS, place), digest)
 
 
 @kernel
@@ -102,7 +103,7 @@ def store(s: int, hashes: Hashes, column: int) -> int:
     It stopped early for AT_WANTS (WANTS_FULL or WANTS_ROWS), or the table asks for room or is moving.
     """
     num_hashes = len(hashes)
-    prefetch(s, hashes, 0, num_hashes)
+    prefetch(s, hashes)
     add(s, layout.AT_CLOCK, 1)
     now = ((get(s, layout.AT_CLOCK) >> 8) & 0x7FFFFFFF) << 32
     from_ref = -1
@@ -151,7 +152,7 @@ def store(s: int, hashes: Hashes, column: int) -> int:
 @kernel
 def remove(s: int, hashes: Hashes, column: int) -> int:
     """These blocks are not in `column`; returns how many: fewer, with AT_WANTS, if rows ran out."""
-    prefetch(s, hashes, 0, len(hashes))
+    prefetch(s, hashes)
     from_ref = -1
     to_ref = -1
     for i in range(len(hashes)):

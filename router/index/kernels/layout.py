@@ -15,11 +15,14 @@ the time of last use. A row is: set key, number of blocks, bits; row 0 is scratc
 (row numbers, 0 empty) is followed by the stack of free rows.
 
 **Columns**. A worker has one column in each tier. When a worker's blocks are forgotten it gets a
-new column, and the old one is masked out at once and swept from the table in idle turns.
+new column, and the old one is masked out at once and swept from the table in idle turns. Counts and
+digests are kept by *place*, worker + tier x C, so that they can be read in one go; a dead column counts
+in a place that no worker has.
 
 **Control block** (`s` in the kernels: its address). The scalars below; NUM_SEGMENTS counts; NUM_SEGMENTS
-moved flags; then with C columns per tier: blocks held, set keys, digests [3C each, a third per tier];
-the worker [C]; live columns and columns that may have holes [C / 64 words of bits, in C words each].
+moved flags; then with C columns per tier: blocks held, by place, set keys, digests, by place, and the
+place of each column [3C each, a third per tier]; live columns and columns that may have holes [C / 64
+words of bits, in C words each].
 
 Names of words begin with AT_, of regions of columns with REGION_; no other record's names do, since
 nothing checks an index.
@@ -84,11 +87,11 @@ AT_PER_COLUMN: Final = AT_MOVED + NUM_SEGMENTS
 REGION_HELD: Final = 0  # offsets behind PER_COLUMN, in units of C
 REGION_SET_KEYS: Final = 3
 REGION_DIGESTS: Final = 6
-REGION_WORKERS: Final = 9
-REGION_LIVE: Final = 10
-REGION_MAY_HAVE_HOLES: Final = 11
-REGION_ALIVE: Final = 12  # scratch bits of a match
-NUM_REGIONS: Final = 13
+REGION_PLACES: Final = 9
+REGION_LIVE: Final = 12
+REGION_MAY_HAVE_HOLES: Final = 13
+REGION_ALIVE: Final = 14  # scratch bits of a match
+NUM_REGIONS: Final = 15
 
 # Requests of a kernel to the owner of its memory
 WANTS_ROOM: Final = 1  # soon; the others stopped it

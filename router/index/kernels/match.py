@@ -34,7 +34,7 @@ def bits_of(s: int, ref: int, word: int, tiers: int) -> int:
 @kernel
 def credit(s: int, bits: int, word: int, matched: int, counts: Counts) -> None:
     """Credit the workers of these columns with `matched` leading blocks."""
-    workers = column_word(s, layout.REGION_WORKERS, 64 * word)
+    workers = column_word(s, layout.REGION_PLACES, 64 * word)
     while bits != 0:
         counts[get(s, workers + trailing_zeros(bits))] = matched
         bits &= bits - 1
@@ -235,31 +235,3 @@ def match(s: int, hashes: Hashes, tiers: int, scale: int, most: int, counts: Cou
         value = value_of(s, signed(hashes[at])) if at < len(hashes) else -1
         if not narrow(s, value, tiers, min(at * scale, most), counts):
             return
-
-
-@kernel
-def match_all(
-    index: int,
-    used: int,
-    hashes: Hashes,
-    waypoints: Hashes,
-    stride: int,
-    held: Counts,
-    active: Counts,
-) -> None:
-    """Leading blocks of a path that every worker holds (`held` [tiers, workers]) and uses (`active`).
-
-    Two matches in one call: a call from Python costs as much as one of them. `index` and `used` are
-    control blocks; `used` 0: nothing is known of use. The path's waypoints are written to `waypoints`.
-    """
-    n = len(hashes)
-    for i in range(n // stride):
-        waypoints[i] = hashes[(i + 1) * stride - 1]
-    if n % stride:
-        waypoints[n // stride] = hashes[n - 1]
-    for tier in range(len(held)):
-        match(index, hashes, tier + 1, 1, n, held[tier])
-    if used != 0:
-        match(used, waypoints, 1, stride, n, active)
-    else:
-        active[:] = 0

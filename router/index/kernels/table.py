@@ -181,12 +181,14 @@ def insert(s: int, segment: int, at: int, key: int, value: int) -> bool:
 
 
 @kernel
-def prefetch(s: int, hashes: Hashes, start: int, stop: int) -> None:
-    """Load the lines where probes for these hashes begin into the CPU's cache.
+def prefetch(s: int, hashes: Hashes) -> None:
+    """Load the lines where probes for these hashes begin, and those after full ones, into the CPU's cache.
 
-    A probe waits for memory, and the next one for it; these loads wait for nothing and overlap.
+    A probe waits for memory, and the next one for it; these loads wait for nothing and overlap. The first is
+    no `fetch`: that does nothing where the address of a page is not at hand.
     """
-    for i in range(start, stop):
+    for i in range(len(hashes)):
         key = signed(hashes[i])
         segment = segment_of(key)
-        fetch(segment_base(s, segment) + 16 * home_of(key, segment_cap(s, segment)))
+        line = segment_base(s, segment) + 16 * home_of(key, segment_cap(s, segment))
+        fetch(line + 64 * int(places(line, 0) == 0))

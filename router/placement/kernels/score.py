@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mallee.router.index.kernels.layout import Counts
-from mallee.router.jit import kernel, lane_kernel
+from mallee.router.jit import greater, kernel, lesser
 from mallee.router.load import layout
 
 Floats: TypeAlias = npt.NDArray[np.floating[Any]]
@@ -17,16 +17,15 @@ Floats: TypeAlias = npt.NDArray[np.floating[Any]]
 
 # Rows of the terms [NUM_TERMS, num_workers]; seconds, if nothing else is said
 TERM_OVERLAP: Final = 0  # blocks
-TERM_QUEUED: Final = 1
-TERM_PREFILL_S: Final = 2
-TERM_DECODE: Final = 3
-TERM_FETCH: Final = 4  # blocks brought back from host memory or disk
-TERM_DISPLACED: Final = 5  # blocks that give way to it
-TERM_TOTAL: Final = 6  # infinite where the request may not go
-NUM_TERMS: Final = 7  # where no worker lends
-TERM_PULL: Final = 7  # blocks pulled from other workers
-TERM_PULLED: Final = 8  # blocks; beyond the overlap
-NUM_TERMS_LENT: Final = 9
+TERM_PULLED: Final = 1  # blocks that other workers lend; beyond the overlap
+TERM_QUEUED: Final = 2  # from here on in the order of `router.placement.pricing.Cost`
+TERM_PREFILL_S: Final = 3
+TERM_DECODE: Final = 4
+TERM_FETCH: Final = 5  # blocks brought back from host memory or disk
+TERM_DISPLACED: Final = 6  # blocks that give way to it
+TERM_PULL: Final = 7
+TERM_TOTAL: Final = 8  # infinite where the request may not go
+NUM_TERMS: Final = 9
 
 # The demand, in the order of `router.placement.pricing.Demand`, and then the model [NUM_PARAMS]
 P_PROMPT_TOKENS: Final = 0
@@ -61,10 +60,9 @@ P_DISK_BLOCK_S: Final = 27
 P_PULL_FIRST_S: Final = 28
 P_PULL_BLOCK_S: Final = 29
 P_DISPLACED_WEIGHT: Final = 30
-# and results
+# and a result
 P_BEST_OVERLAP: Final = 31  # blocks, of workers that could have taken it
-P_DEAREST: Final = 32
-NUM_PARAMS: Final = 33
+NUM_PARAMS: Final = 32
 
 COST: Final = 0
 DYNAMO: Final = 1
@@ -73,12 +71,17 @@ RANDOM: Final = 3
 LEAST_LOADED: Final = 4
 PREFIX_ONLY: Final = 5
 
+MORE_ROWS: Final = float(1 << 20)  # than a worker has
 UNCONFIRMED: Final = 0.25  # of the outstanding prefill that counts however long ago it was booked
 
 
 @kernel
-def draw_one(p: Floats, terms: Floats, cheapest: float, dearest: float) -> int:
+def draw_one(p: Floats, terms: Floats, cheapest: float) -> int:
     """A worker drawn by the softmax of its price, scaled to the range of prices as Dynamo does."""
+    dearest = cheapest
+    for w in range(int(p[P_WIDTH])):
+        if dearest < terms[TERM_TOTAL, w] < np.inf:
+            dearest = terms[TERM_TOTAL, w]
     scale = (dearest - cheapest) * p[P_TEMPERATURE] if p[P_POLICY] != RANDOM else 1.0
     if scale <= 0.0:
         scale = 1.0
@@ -136,57 +139,64 @@ def add_tiers(p: Floats, loads: Floats, held: Counts, active: Counts, terms: Flo
 
 @kernel
 def add_pulls(p: Floats, loads: Floats, held: Counts, terms: Floats) -> None:
-    """Blocks that each worker would pull from another one that has most of the prompt, and the prices then.
+    """Blocks that each worker would pull from another one that has most of the prompt, and the seconds.
 
     Disks are not lent. A worker pulls, as it fetches, where computing takes longer.
     """
     width, tier = int(p[P_WIDTH]), 0 if p[P_NUM_TIERS] == 1 else 1
-    terms[TERM_PULL, :width] = 0.0
-    terms[TERM_PULLED, :width] = 0.0
-    if p[P_POLICY] != COST:
-        return
-    most, second, owner = 0, 0, -1
+    most = 0
     for w in range(width):
-        if loads[layout.LOAD_LENDS, w] > 0.0 and held[tier, w] > second:
-            if held[tier, w] > most:
-                most, second, owner = held[tier, w], most, w
-            else:
-                second = held[tier, w]
-    if most == 0:
+        num = held[tier, w] if loads[layout.LOAD_LENDS, w] > 0.0 else 0
+        most = num if num > most else most
+    if most == 0 or p[P_POLICY] != COST:
+        terms[TERM_PULL, :width] = 0.0
+        terms[TERM_PULLED, :width] = 0.0
         return
+    owner, second = width, 0
+    for w in range(width):
+        is_owner = (loads[layout.LOAD_LENDS, w] > 0.0) & (held[tier, w] == most)
+        at = w if is_owner else width
+        owner = at if at < owner else owner
+    for w in range(width):
+        num = held[tier, w] if (loads[layout.LOAD_LENDS, w] > 0.0) & (w != owner) else 0
+        second = num if num > second else second
+    # Several loops: one of many rows would not run in lanes.
     for w in range(width):
         num = (second if w == owner else most) - terms[TERM_OVERLAP, w]
-        if loads[layout.LOAD_LENDS, w] == 0.0 or num <= 0.0:
+        terms[TERM_PULLED, w] = num if loads[layout.LOAD_LENDS, w] > 0.0 else 0.0
+    for w in range(width):
+        token_s, block_s = loads[layout.LOAD_TOKEN_S, w], loads[layout.LOAD_PEER_BLOCK_S, w]
+        token_s = token_s if token_s != 0.0 else p[P_TOKEN_S]
+        first_s = loads[layout.LOAD_PEER_FIRST_S, w] if block_s != 0.0 else p[P_PULL_FIRST_S]
+        num = terms[TERM_PULLED, w]
+        seconds = first_s + num * (block_s if block_s != 0.0 else p[P_PULL_BLOCK_S])
+        pays = (num > 0.0) & (seconds <= num * p[P_BLOCK_SIZE] * token_s)
+        terms[TERM_PULL, w] = seconds if pays else np.inf
+    for w in range(width):
+        pays = terms[TERM_PULL, w] < np.inf
+        terms[TERM_PULLED, w] = terms[TERM_PULLED, w] if pays else 0.0
+        terms[TERM_PULL, w] = terms[TERM_PULL, w] if pays else 0.0
+
+
+@kernel
+def lenders(
+    loads: Floats, held: Counts, tier: int, slot: int, least: int, width: int
+) -> tuple[int, int]:
+    """The two workers but `slot` that lend most leading blocks, and more than `least`; -1: none.
+
+    Of equal ones the least loaded, then the lowest slot.
+    """
+    first, second, most, after = -1, -1, -np.inf, -np.inf
+    for w in range(width):
+        if held[tier, w] <= least or w == slot or loads[layout.LOAD_LENDS, w] == 0.0:
             continue
-        token_s = loads[layout.LOAD_TOKEN_S, w]
-        if token_s == 0.0:
-            token_s = p[P_TOKEN_S]
-        block_s, first_s = loads[layout.LOAD_PEER_BLOCK_S, w], p[P_PULL_FIRST_S]
-        if block_s == 0.0:
-            block_s = p[P_PULL_BLOCK_S]
-        else:
-            first_s = loads[layout.LOAD_PEER_FIRST_S, w]
-        seconds = first_s + num * block_s
-        if seconds > num * p[P_BLOCK_SIZE] * token_s:
-            continue
-        terms[TERM_PULL, w] = seconds
-        terms[TERM_PULLED, w] = num
-        if p[P_FIXED_PREFILL] < 0.0:
-            there = terms[TERM_OVERLAP, w] + num
-            copied = max(p[P_SHARED] - there, 0.0) * (1.0 - p[P_COPY])
-            left = p[P_PROMPT_TOKENS] - (there + copied) * p[P_BLOCK_SIZE]
-            weight = p[P_PREFILL_WEIGHT]
-            if w == p[P_HOME] and weight > 1.0:
-                weight = 1.0
-            terms[TERM_PREFILL_S, w] = p[P_TOKEN_S] * weight * max(left, 1.0)
-        terms[TERM_TOTAL, w] = (
-            terms[TERM_QUEUED, w]
-            + terms[TERM_PREFILL_S, w]
-            + terms[TERM_DECODE, w]
-            + terms[TERM_FETCH, w]
-            + terms[TERM_DISPLACED, w]
-            + seconds
-        )
+        rows = loads[layout.LOAD_ROWS, w] + loads[layout.LOAD_EXTRA_ROWS, w]
+        rank = held[tier, w] * MORE_ROWS - rows
+        if rank > most:
+            first, second, most, after = w, first, rank, most
+        elif rank > after:
+            second, after = w, rank
+    return first, second
 
 
 @kernel
@@ -295,9 +305,11 @@ def price(p: Floats, loads: Floats, held: Counts, active: Counts, terms: Floats)
         terms[TERM_QUEUED, w] = (left if left > least else least) + loads[
             layout.LOAD_EXTRA_PREFILL, w
         ] * token_s
+    add_pulls(p, loads, held, terms)
     for w in range(width):
-        prefill = prompt_tokens - terms[TERM_OVERLAP, w] * block_size
-        copied = shared - terms[TERM_OVERLAP, w]
+        there = terms[TERM_OVERLAP, w] + terms[TERM_PULLED, w]
+        prefill = prompt_tokens - there * block_size
+        copied = shared - there
         prefill -= (copied if copied > 0.0 else 0.0) * block_size * not_paid
         prefill = prefill if prefill > 1.0 else 1.0
         terms[TERM_PREFILL_S, w] = prefill_s * (fixed if fixed >= 0.0 else prefill)
@@ -318,6 +330,7 @@ def price(p: Floats, loads: Floats, held: Counts, active: Counts, terms: Floats)
             + terms[TERM_DECODE, w]
             + terms[TERM_FETCH, w]
             + terms[TERM_DISPLACED, w]
+            + terms[TERM_PULL, w]
         )
         terms[TERM_TOTAL, w] = seconds
 
@@ -343,66 +356,47 @@ def mask_ineligible(p: Floats, loads: Floats, terms: Floats) -> None:
                 terms[TERM_TOTAL, w] = np.inf
 
 
-@lane_kernel
-def extremes(p: Floats, terms: Floats) -> float:
-    """The lowest total; the largest overlap and the highest total where the request may go."""
-    cheapest = np.float32(np.inf)
-    best_overlap = np.float32(0.0)
-    dearest = np.float32(-np.inf)
-    for w in range(int(p[P_WIDTH])):
-        total = terms[TERM_TOTAL, w]
-        overlap = terms[TERM_OVERLAP, w] if total < np.inf else np.float32(0.0)
-        known = total if total < np.inf else np.float32(-np.inf)
-        cheapest = total if total < cheapest else cheapest
-        best_overlap = overlap if overlap > best_overlap else best_overlap
-        dearest = known if known > dearest else dearest
-    p[P_BEST_OVERLAP] = best_overlap
-    p[P_DEAREST] = dearest
-    return float(cheapest)
+@kernel
+def cheapest_of(p: Floats, loads: Floats, terms: Floats, after: float) -> int:
+    """The cheapest of the workers that are new beyond `after`; -1 if it may go to none of them.
+
+    Of equally cheap ones the one chosen longest ago, then the lowest slot.
+    """
+    width = int(p[P_WIDTH])
+    least, since, best = np.float32(np.inf), np.inf, width
+    for w in range(width):
+        is_new = loads[layout.LOAD_WARM_AT, w] > after
+        least = lesser(terms[TERM_TOTAL, w] if is_new else np.float32(np.inf), least)
+    if least == np.inf:
+        return -1
+    for w in range(width):
+        is_least = (terms[TERM_TOTAL, w] == least) & (loads[layout.LOAD_WARM_AT, w] > after)
+        since = lesser(loads[layout.LOAD_CHOSEN, w] if is_least else np.inf, since)
+    for w in range(width):
+        is_least = (terms[TERM_TOTAL, w] == least) & (loads[layout.LOAD_WARM_AT, w] > after)
+        at = w if is_least & (loads[layout.LOAD_CHOSEN, w] == since) else width
+        best = at if at < best else best
+    return best
 
 
 @kernel
 def choose(p: Floats, loads: Floats, held: Counts, active: Counts, terms: Floats) -> int:
-    """The worker for a demand, or -1 if it may go nowhere; `terms` say why.
+    """The worker for a demand, the cheapest one, or -1 if it may go nowhere; `terms` say why.
 
-    The cheapest; of equally cheap ones the one chosen longest ago, then the lowest slot. `held` is
-    [NUM_TIERS, num_workers], cumulative over tiers. `terms` has NUM_TERMS_LENT rows if pulls count.
+    `held` is [NUM_TIERS, num_workers], cumulative over tiers.
     """
     price(p, loads, held, active, terms)
-    if terms.shape[0] > NUM_TERMS:
-        add_pulls(p, loads, held, terms)
     if p[P_POLICY] != COST:
         other_policies(p, loads, held, active, terms)
     mask_ineligible(p, loads, terms)
-    cheapest = extremes(p, terms)
-    if cheapest == np.inf:
+    cheapest = cheapest_of(p, loads, terms, -np.inf)
+    if cheapest < 0:
         return -1
+    most = np.float32(0.0)
+    for w in range(int(p[P_WIDTH])):
+        may_go = terms[TERM_TOTAL, w] < np.inf
+        most = greater(terms[TERM_OVERLAP, w] if may_go else np.float32(0.0), most)
+    p[P_BEST_OVERLAP] = most
     if p[P_TEMPERATURE] > 0.0 or p[P_POLICY] == RANDOM:
-        return draw_one(p, terms, cheapest, p[P_DEAREST])
-    best = -1
-    for w in range(int(p[P_WIDTH])):
-        if terms[TERM_TOTAL, w] == cheapest and (
-            best < 0 or loads[layout.LOAD_CHOSEN, w] < loads[layout.LOAD_CHOSEN, best]
-        ):
-            best = w
-    return best
-
-
-@kernel
-def cheapest_new(p: Floats, loads: Floats, terms: Floats) -> int:
-    """The cheapest of the workers that joined lately, by priced `terms`; -1 if it may go to none."""
-    best = -1
-    for w in range(int(p[P_WIDTH])):
-        total = terms[TERM_TOTAL, w]
-        if loads[layout.LOAD_WARM_AT, w] <= p[P_NOW] or total == np.inf:
-            continue
-        if (
-            best < 0
-            or total < terms[TERM_TOTAL, best]
-            or (
-                total == terms[TERM_TOTAL, best]
-                and loads[layout.LOAD_CHOSEN, w] < loads[layout.LOAD_CHOSEN, best]
-            )
-        ):
-            best = w
-    return best
+        return draw_one(p, terms, terms[TERM_TOTAL, cheapest])
+    return cheapest

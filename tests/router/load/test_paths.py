@@ -9,9 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.router.index.index import PrefixIndex
-from mallee.router.index.kernels.match import match_all
+from mallee.router.load.kernels import match_prompt
+from mallee.router.load.layout import NUM_LOADS
 from mallee.router.load.paths import STRIDE, CountedPaths, room_for_waypoints
 from mallee.router.load.predictions import Predictions
+from mallee.router.load.prompts import EarlierPrompts
 from support.index_contents import waypoints_of
 
 NUM_WORKERS = 3
@@ -93,8 +95,9 @@ def test_waypoints_are_one_hash_a_stride_and_the_last(n: int) -> None:
     hashes = np.arange(1, n + 1, dtype=np.uint64)
     waypoints = room_for_waypoints(n)
     counts = np.empty((2, 1), dtype=np.int32)
-    index = PrefixIndex(1)
-    match_all(index.address, 0, hashes, waypoints, STRIDE, counts[:1], counts[1])
+    index, prompts, loads = PrefixIndex(1), EarlierPrompts(16), np.zeros((NUM_LOADS, 1))
+    table = prompts.address
+    match_prompt(index.address, 0, table, hashes, waypoints, counts[:1], counts[1], loads, 1)
     assert waypoints.tolist() == sorted({*range(STRIDE, n + 1, STRIDE), *([n] if n else [])})
     assert waypoints.tolist() == waypoints_of(hashes).tolist()
 

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.protocol.hashing import block_hashes
+from mallee.router.load.kernels import note_blocks
 from mallee.router.load.prompts import STEP_TOKENS, EarlierPrompts, Seen
 
 BLOCK = 128
@@ -36,5 +37,5 @@ def test_what_is_seen_of_a_prompt_follows_from_those_before(prompts: list[tuple[
     table = EarlierPrompts(BLOCK)
     for i, prompt in enumerate(prompts):
         tokens = np.repeat(np.array(prompt, np.uint32), BLOCK)
-        found = table.note(block_hashes(tokens, block_size=BLOCK))
-        assert found == seen_by_hand(prompts[:i], prompt)
+        note_blocks(table.address, block_hashes(tokens, block_size=BLOCK))
+        assert table.seen(len(prompt)) == seen_by_hand(prompts[:i], prompt)
