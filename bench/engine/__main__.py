@@ -60,6 +60,11 @@ class Peer:
         openmp = Path(python).parent.parent / "lib" / "libiomp5.so"  # as its installation asks for
         if openmp.exists():
             env["LD_PRELOAD"] = str(openmp)
+            # As vLLM's launcher of processes sets them; else its threads spin 0.2 s after a run, which
+            # is our turn.
+            cores = ",".join(map(str, range(threads)))
+            env["KMP_AFFINITY"] = f"granularity=fine,explicit,proclist=[{cores}]"
+            env |= {"KMP_BLOCKTIME": "5", "KMP_TPAUSE": "0"}
         self._process = subprocess.Popen(
             [python, "-P", str(script), str(model), str(MAX_STEP_TOKENS)],
             stdin=subprocess.PIPE,
