@@ -21,7 +21,6 @@ rounds, the first left out; ratios (how many times better ours is) are medians o
 import argparse
 import json
 import os
-import platform
 import random
 import statistics
 import subprocess
@@ -60,6 +59,11 @@ class Peer:
         openmp = Path(python).parent.parent / "lib" / "libiomp5.so"  # as its installation asks for
         if openmp.exists():
             env["LD_PRELOAD"] = str(openmp)
+            # As vLLM's launcher of processes sets them; else its threads spin 0.2 s after a run, which
+            # is our turn.
+            cores = ",".join(map(str, range(threads)))
+            env["KMP_AFFINITY"] = f"granularity=fine,explicit,proclist=[{cores}]"
+            env |= {"KMP_BLOCKTIME": "5", "KMP_TPAUSE": "0"}
         self._process = subprocess.Popen(
             [python, "-P", str(script), str(model), str(MAX_STEP_TOKENS)],
             stdin=subprocess.PIPE,
@@ -240,7 +244,7 @@ def main() -> None:
         pairs = zip(rounds["ours"], rounds["vllm"], strict=True)
         report["ratios"] = nested(medians([ratios(mine, theirs) for mine, theirs in pairs]))
     report["conditions"] = conditions(args, model)
-    print(json.dumps(report))
+    print(json.dumps(report | measure.machine()))
 
 
 def _plain() -> EngineConfig:
@@ -253,7 +257,7 @@ def _plain() -> EngineConfig:
 
 
 def conditions(args: argparse.Namespace, model: Path) -> dict[str, Any]:
-    """Machine, versions and settings of the figures."""
+    """Settings of the figures, the processor's capabilities and torch's version."""
     return {
         "model": model.name,
         "dtype": args.dtype,
@@ -262,10 +266,7 @@ def conditions(args: argparse.Namespace, model: Path) -> dict[str, Any]:
         "rounds": args.rounds,
         "max_step_tokens": MAX_STEP_TOKENS,
         "block_size": 16,
-        "cpu": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
         "capabilities": sorted(k for k, v in torch.cpu.get_capabilities().items() if v is True),
-        "python": platform.python_version(),
         "torch": torch.__version__,
     }
 

@@ -18,7 +18,7 @@ from mallee.worker.model.attention.base import (
     split_batch,
 )
 from mallee.worker.model.attention.torch import MAX_PADDED_BLOCKS, MAX_PADDED_TOKENS, TorchAttention
-from mallee.worker.model.cpu import amx
+from mallee.worker.model.cpu.attend import is_available
 from mallee.worker.model.cpu.attention import MIN_KEYS, TiledAttention
 from mallee.worker.model.cpu.layout import CONTROL
 from mallee.worker.model.plan import Plan, make_plan
@@ -32,7 +32,7 @@ HEADS, KV_HEADS, DIM = 6, 2, 16
 SCALE = 0.2
 SAVINGS = st.sampled_from([MIN_SHARED_SAVING, NEVER_SHARED])
 
-needs_tiles = pytest.mark.skipif(not amx.is_available(), reason="this CPU has no AMX tiles")
+needs_tiles = pytest.mark.skipif(not is_available(), reason="this CPU has no AVX-512")
 
 
 def run(
@@ -264,7 +264,7 @@ def test_tiles_are_for_what_they_fit() -> None:
         "head_dim": 64,
         "group_size": 3,
     }
-    assert TiledAttention.is_supported(**fits) == amx.is_available()
+    assert TiledAttention.is_supported(**fits) == is_available()
     for other in (
         {"dtype": torch.float32},
         {"kv_dtype": torch.float8_e4m3fn},

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mallee.worker.model.config import Activation
-from mallee.worker.model.cpu import amx
+from mallee.worker.model.cpu import attend, vectors
 from mallee.worker.model.cpu.jit import (
     Kernel,
     floats,
@@ -192,8 +192,8 @@ def test_rounding_to_bfloat16_is_torchs() -> None:
 
 
 def test_tiles_are_not_used_by_kernels_for_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(amx.numba_config, "CPU_NAME", "generic")
-    assert not amx.is_available()
+    monkeypatch.setattr(vectors.numba_config, "CPU_NAME", "generic")
+    assert not attend.is_available()
 
 
 # Large pages for weights

@@ -1,4 +1,4 @@
-"""Attention over paged bfloat16 keys by AMX tiles, each column (a token's query head) with its softmax.
+"""Attention over paged bfloat16 keys in tiles, each column (a token's query head) with its softmax.
 
 A *job* is a run of key slots and the tokens that meet them; a task is one key head of one job. Scores
 come transposed, [keys, columns], so that a tile of keys is read straight from its page, and a column's
@@ -10,32 +10,37 @@ section 3.1.
 from typing import Any
 
 import numpy as np
+import torch
 
-from mallee.worker.model.cpu.amx import (
-    exponents,
-    interleave,
-    prefetch,
-    raise_tops,
-    tile_dot,
-    tile_load,
-    tile_store,
-    tile_zero,
-    tiles_configure,
-    tiles_save,
-    transpose,
-)
+from mallee.worker.model.cpu import amx, vectors
 from mallee.worker.model.cpu.jit import (
     Kernel,
     claim,
+    fill,
     floats,
     from_bits,
     halves,
     inner,
     pairs,
+    prefetch,
     to_half,
     words,
 )
-from mallee.worker.model.cpu.layout import CONTROL, KEYS, LINE, TILE, Scratch, scratch_at
+from mallee.worker.model.cpu.layout import (
+    CONTROL,
+    KEYS,
+    LINE,
+    TILE,
+    VALUES,
+    Scratch,
+    run_at,
+    scratch_at,
+)
+from mallee.worker.model.cpu.vectors import exponents, interleave, raise_tops, transpose
+
+_HAS_TILES = vectors.has("amx_bf16")  # not by permission: compiled kernels are kept by processor
+_unit: Any = amx if _HAS_TILES else vectors
+_score, _weigh = _unit.score, _unit.weigh
 
 _HIDDEN = np.float32(-1e38)
 _LOWEST = np.float32(-1e30)  # above all hidden scores, so that 2**(hidden - lowest) is 0
@@ -43,18 +48,9 @@ _ZERO = np.float32(0)
 _ONE = np.float32(1)
 
 
-@inner
-def _fill(target: int, count: int, value: Any) -> None:
-    numbers = floats(target)
-    for i in range(count):
-        numbers[i] = value
-
-
-@inner
-def _run(memory: int, runs: Any, slot: int, stride: int) -> int:
-    """The address of the 16 slots from `slot` on (a multiple of 16)."""
-    address: int = memory + runs[slot >> 4] * stride
-    return address
+def is_available() -> bool:
+    """Whether this process may run `attend`; asks the operating system for tiles where there are some."""
+    return vectors.has("avx512_f") and (not _HAS_TILES or bool(torch.cpu._init_amx()))
 
 
 @inner
@@ -77,53 +73,9 @@ def _load_queries(a: Any, head: int, place: int, n: int, target: int, spare: int
 
 
 @inner
-def _score(
-    keys: int, runs: Any, first: int, count: int, stride: int, queries: int, n: int, out: int
-) -> None:
-    """out [count, 16] = scores of slots first .. first + count; n is dim / 32.
-
-    Four runs at a time: as many sums are under way at once as the unit needs to be busy.
-    """
-    done = 0
-    while done + 64 <= count:
-        k0 = _run(keys, runs, first + done, stride)
-        k1 = _run(keys, runs, first + done + 16, stride)
-        k2 = _run(keys, runs, first + done + 32, stride)
-        k3 = _run(keys, runs, first + done + 48, stride)
-        tile_zero(0)
-        tile_zero(1)
-        tile_zero(2)
-        tile_zero(3)
-        for i in range(n):
-            tile_load(6, queries + i * TILE, LINE)
-            tile_load(4, k0 + i * LINE, stride)
-            tile_dot(0, 4, 6)
-            tile_load(5, k1 + i * LINE, stride)
-            tile_dot(1, 5, 6)
-            tile_load(4, k2 + i * LINE, stride)
-            tile_dot(2, 4, 6)
-            tile_load(5, k3 + i * LINE, stride)
-            tile_dot(3, 5, 6)
-        tile_store(0, out + done * LINE, LINE)
-        tile_store(1, out + done * LINE + TILE, LINE)
-        tile_store(2, out + done * LINE + 2 * TILE, LINE)
-        tile_store(3, out + done * LINE + 3 * TILE, LINE)
-        done += 64
-    while done < count:
-        k0 = _run(keys, runs, first + done, stride)
-        tile_zero(0)
-        for i in range(n):
-            tile_load(6, queries + i * TILE, LINE)
-            tile_load(4, k0 + i * LINE, stride)
-            tile_dot(0, 4, 6)
-        tile_store(0, out + done * LINE, LINE)
-        done += 16
-
-
-@inner
 def _fetch(memory: int, runs: Any, slot: int, stride: int, nbytes: int) -> None:
     """`nbytes` of each of the 16 slots from `slot` on are on their way to the cache."""
-    line = _run(memory, runs, slot, stride)
+    line = run_at(memory, runs, slot, stride)
     for _ in range(16):
         for j in range(0, nbytes, LINE):
             prefetch(line + j)
@@ -140,62 +92,20 @@ def _pack_values(
     """
     width, target = dim // 16, own.packed
     for slot in range(first, last, 16):
-        line = _run(values, runs, slot, stride)
+        line = run_at(values, runs, slot, stride)
         is_second = (slot - first) & 16 != 0
         for i in range(8):
             low = line if slot + 2 * i < last else own.zeros
             high = line + stride if slot + 2 * i + 1 < last else own.zeros
             place = target + (i + 8 if is_second else i) * LINE
             for j in range(width):
-                interleave(low + j * 32, high + j * 32, place + j * TILE)
+                interleave(low + j * 32, high + j * 32, place + j * VALUES)
             line += 2 * stride
         if is_second:
-            target += width * TILE
+            target += TILE
     if (last - 1 - first) & 16 == 0:
         for j in range(width):
-            _fill(target + j * TILE + TILE // 2, TILE // 8, _ZERO)
-
-
-@inner
-def _weigh(own: Scratch, out: int, num_groups: int, dim: int) -> None:
-    """out [16, dim] = out * alpha (a factor per line) + weights [16, 32 groups] @ packed values."""
-    scaled, factors = floats(out), floats(own.alpha)
-    for line in range(16):
-        factor = factors[line]
-        if factor != _ONE:  # mostly it is: the highest score comes early
-            for i in range(dim):
-                scaled[line * dim + i] *= factor
-    width, row, done = dim // 16, dim * 4, 0
-    while done + 4 <= width:
-        target = out + done * LINE
-        tile_load(0, target, row)
-        tile_load(1, target + LINE, row)
-        tile_load(2, target + 2 * LINE, row)
-        tile_load(3, target + 3 * LINE, row)
-        for i in range(num_groups):
-            source = own.packed + (i * width + done) * TILE
-            tile_load(6, own.weights + i * TILE, LINE)
-            tile_load(4, source, LINE)
-            tile_dot(0, 6, 4)
-            tile_load(5, source + TILE, LINE)
-            tile_dot(1, 6, 5)
-            tile_load(4, source + 2 * TILE, LINE)
-            tile_dot(2, 6, 4)
-            tile_load(5, source + 3 * TILE, LINE)
-            tile_dot(3, 6, 5)
-        tile_store(0, target, row)
-        tile_store(1, target + LINE, row)
-        tile_store(2, target + 2 * LINE, row)
-        tile_store(3, target + 3 * LINE, row)
-        done += 4
-    while done < width:
-        tile_load(0, out + done * LINE, row)
-        for i in range(num_groups):
-            tile_load(6, own.weights + i * TILE, LINE)
-            tile_load(4, own.packed + (i * width + done) * TILE, LINE)
-            tile_dot(0, 6, 4)
-        tile_store(0, out + done * LINE, row)
-        done += 1
+            fill(target + j * VALUES + TILE // 2, TILE // 8, _ZERO)
 
 
 @inner
@@ -224,14 +134,18 @@ def _meet(
     lines, groups = (last - first + 15) // 16 * 16, (last - first + 31) // 32
     queries = own.queries + i * (dim // 32) * TILE
     _score(keys, runs, first, lines, a[CONTROL.slot_stride], queries, dim // 32, own.scores)
-    _fill(own.scores + lines * LINE, (groups * 32 - lines) * 16, _HIDDEN)
+    fill(own.scores + lines * LINE, (groups * 32 - lines) * 16, _HIDDEN)
     _hide(own.scores, first, groups * 32, bounds, n, a[CONTROL.group])
     tops, sums = own.tops + i * LINE, own.sums + i * LINE
     raise_tops(own.scores, groups * 32, scale, tops, own.alpha)
     exponents(own.scores, groups * 16, scale, tops, own.alpha, own.scores, sums)
-    for j in range(groups):
-        transpose(own.scores + j * TILE, LINE, own.weights + j * TILE)
-    _weigh(own, own.out + i * (dim // 16) * TILE, groups, dim)
+    out, factors = own.out + i * (dim // 16) * TILE, floats(own.alpha)
+    for line in range(16):
+        factor, scaled = factors[line], floats(out + line * dim * 4)
+        if factor != _ONE:  # mostly it is: the highest score comes early
+            for d in range(dim):
+                scaled[d] *= factor
+    _weigh(own, out, groups, dim)
 
 
 @inner
@@ -251,10 +165,8 @@ def _deliver(a: Any, head: int, i: int, place: int, n: int, own: Scratch) -> Non
                 out[d] = to_half(found[line + d] * share)
         else:
             row = own_place * a[CONTROL.heads] * group + own_head
-            target, peak = (
-                floats(a[CONTROL.sums] + row * dim * 4),
-                floats(a[CONTROL.tops] + row * 8),
-            )
+            target = floats(a[CONTROL.sums] + row * dim * 4)
+            peak = floats(a[CONTROL.tops] + row * 8)
             for d in range(dim):
                 target[d] = found[line + d]
             peak[0], peak[1] = tops[column], sums[column]
@@ -272,10 +184,10 @@ def _attend(a: Any, job: int, head: int, own: Scratch) -> None:
     for i in range(num_tiles):
         queries = own.queries + i * (dim // 32) * TILE
         _load_queries(a, head, tiles[2 * i], tiles[2 * i + 1], queries, own.packed)
-    _fill(own.zeros, dim // 2, _ZERO)
-    _fill(own.out, num_tiles * 16 * dim, _ZERO)
-    _fill(own.tops, num_tiles * 16, _LOWEST)
-    _fill(own.sums, num_tiles * 16, _ZERO)
+    fill(own.zeros, dim // 2, _ZERO)
+    fill(own.out, num_tiles * 16 * dim, _ZERO)
+    fill(own.tops, num_tiles * 16, _LOWEST)
+    fill(own.sums, num_tiles * 16, _ZERO)
     while first < end:
         last = min(first + KEYS, end)
         for slot in range(first, last, 16):
@@ -294,22 +206,14 @@ def _attend_tasks(control: int) -> None:
     a = words(control)
     base = a[CONTROL.scratch] + claim(control + 8) * a[CONTROL.scratch_stride]
     own = scratch_at(base, a[CONTROL.dim])
-    tiles_save(own.saved)
-    _fill(own.ours, 16, _ZERO)
-    settings = halves(own.ours)  # palette 1; eight tiles of 16 rows, 64 bytes each
-    settings[0] = np.uint16(1)
-    for i in range(8, 16):
-        settings[i] = np.uint16(LINE)
-    for i in range(24, 28):
-        settings[i] = np.uint16(0x1010)
-    tiles_configure(own.ours)
+    if _HAS_TILES:
+        amx.enter(own)
     task = a[CONTROL.num_tasks] - 1 - claim(control)
-    while (
-        task >= 0
-    ):  # from the last on: within a prompt it meets most keys, and small ones fill the end
+    while task >= 0:  # from the last on, which meets most keys of a prompt: small ones fill the end
         _attend(a, task // a[CONTROL.heads], task % a[CONTROL.heads], own)
         task = a[CONTROL.num_tasks] - 1 - claim(control)
-    tiles_configure(own.saved)
+    if _HAS_TILES:
+        amx.leave(own)
 
 
 attend = Kernel(_attend_tasks)

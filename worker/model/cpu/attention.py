@@ -1,4 +1,4 @@
-"""Attention over paged bfloat16 KV on a CPU with AMX: every part of a split in one compiled kernel.
+"""Attention over paged bfloat16 KV on a CPU with AMX or AVX-512: every part of a split in one kernel.
 
 Shared prefixes and segments alike become *jobs* (a run of key slots and the tokens that meet them), a job's
 tokens become tiles of columns, and each token's parts are merged at the end. Keys are read where they
@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 from mallee.worker.model.attention.base import MIN_SHARED_SAVING, AttentionSplit, Ints
-from mallee.worker.model.cpu import amx
-from mallee.worker.model.cpu.attend import attend
+from mallee.worker.model.cpu.attend import attend, is_available
 from mallee.worker.model.cpu.layout import COLUMNS, CONTROL, LINE, MAX_TILES, scratch_at
 from mallee.worker.model.cpu.merge import merge
 
@@ -52,11 +51,11 @@ class TiledAttention:
             and block_size % 16 == 0
             and head_dim % 32 == 0
             and group_size <= COLUMNS
-            and amx.is_available()
+            and is_available()
         )
 
     def __init__(self, *, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
-        assert amx.is_available(), "tiles would be illegal instructions"
+        assert is_available(), "its products would be illegal instructions"
         attend.compile()
         merge.compile()
         self._group = num_heads // num_kv_heads

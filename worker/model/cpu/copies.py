@@ -14,7 +14,7 @@ import torch
 from llvmlite import ir
 from numba.core import types
 
-from mallee.worker.model.cpu.jit import Kernel, primitive, words
+from mallee.worker.model.cpu.jit import Kernel, prefetch_once, primitive, words
 
 ALIGNMENT = 16
 """Of addresses and sizes, in bytes."""
@@ -22,7 +22,7 @@ UNCACHED_NBYTES = 64 << 20
 """Copies to a memory that is larger go past the caches. Staged rows are read again at once."""
 _AHEAD = 4096  # so many bytes ahead sources are fetched, the next piece's too
 
-_I8, _I32, _I64 = (ir.IntType(n) for n in (8, 32, 64))
+_I32, _I64 = ir.IntType(32), ir.IntType(64)
 _VECTOR = ir.VectorType(_I64, ALIGNMENT // 8)
 
 
@@ -38,20 +38,6 @@ def _move(typing_context: Any, source: Any, target: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), generate
-
-
-@primitive
-def _prefetch(typing_context: Any, address: Any) -> Any:
-    """Have the line at an address come, which may lie in no memory of ours: it is used once."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        line = builder.inttoptr(args[0], _I8.as_pointer())
-        kind = ir.FunctionType(ir.VoidType(), [line.type, _I32, _I32, _I32])
-        call = builder.module.declare_intrinsic("llvm.prefetch", [line.type], kind)
-        builder.call(call, [line, *(ir.Constant(_I32, n) for n in (0, 0, 1))])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), generate
 
 
 @primitive
@@ -74,7 +60,7 @@ def _copy_pieces(control: int) -> None:
         after = addresses[2 * min(i + 1, num - 1)] - nbytes
         for at in range(0, whole, 64):
             begin = source if at + _AHEAD < nbytes else after
-            _prefetch(begin + at + _AHEAD)
+            prefetch_once(begin + at + _AHEAD)
             _move(source + at, target + at)
             _move(source + at + 16, target + at + 16)
             _move(source + at + 32, target + at + 32)

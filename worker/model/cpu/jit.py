@@ -101,9 +101,8 @@ class Kernel:
 
 def _find_parallel() -> Callable[[int, int, int, int], None] | None:
     """GOMP_parallel of the OpenMP library that torch has loaded, GNU's or LLVM's; None if not found."""
-    mode = os.RTLD_NOW | getattr(
-        os, "RTLD_NOLOAD", 0
-    )  # one that isn't loaded has threads of its own
+    # One that isn't loaded has threads of its own.
+    mode = os.RTLD_NOW | getattr(os, "RTLD_NOLOAD", 0)
     for path in sorted((Path(torch.__file__).parent / "lib").glob("lib*omp*.so*")):
         try:
             function = ctypes.CDLL(str(path), mode=mode).GOMP_parallel
@@ -146,6 +145,23 @@ words = _pointer(_I64, _types.int64)
 """In a kernel: the int64 words at an address."""
 
 
+def _prefetch(locality: int) -> Any:
+    def emit(builder: Any, address: Any) -> Any:
+        line = builder.inttoptr(address, ir.IntType(8).as_pointer())
+        kind = ir.FunctionType(ir.VoidType(), [line.type, _I32, _I32, _I32])
+        call = builder.module.declare_intrinsic("llvm.prefetch", [line.type], kind)
+        builder.call(call, [line, *(ir.Constant(_I32, n) for n in (0, locality, 1))])
+        return ir.Constant(ir.IntType(8).as_pointer(), None)
+
+    return _unary(_types.void, _types.int64, emit)
+
+
+prefetch = _prefetch(2)
+"""In a kernel: have the line at an address come to the second cache; it may lie in no memory of ours."""
+prefetch_once = _prefetch(0)
+"""In a kernel: the same, of what is used once."""
+
+
 def _emit_claim(builder: Any, address: Any) -> Any:
     counter = builder.inttoptr(address, _I64.as_pointer())
     return builder.atomic_rmw("add", counter, ir.Constant(_I64, 1), "monotonic")
@@ -175,6 +191,14 @@ from_bits = _unary(_types.float32, _types.int32, lambda b, bits: b.bitcast(bits,
 """In a kernel: the float32 whose bits are an int32."""
 to_bits = _unary(_types.int32, _types.float32, lambda b, value: b.bitcast(value, _I32))
 """In a kernel: the bits of a float32, as an int32."""
+
+
+@inner
+def fill(target: int, count: int, value: Any) -> None:
+    """The `count` float32 numbers from an address on become `value`."""
+    numbers = floats(target)
+    for i in range(count):
+        numbers[i] = value
 
 
 @inner

@@ -3,7 +3,7 @@
 Sizes are in bytes, offsets in words of 8 bytes.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mallee.worker.model.cpu.jit import inner
 
@@ -14,6 +14,8 @@ LINE = 64
 TILE = 16 * LINE
 KEYS = 128
 """Key slots taken at a time: what is computed of as many stays near the first cache."""
+VALUES = KEYS // 32 * TILE
+"""A column of 16 values' dimensions, packed: a tile for 32 of the keys."""
 MAX_TILES = 32
 """Most tiles of columns in one job: they share the reading of keys and the packing of values."""
 
@@ -61,7 +63,7 @@ class Scratch(NamedTuple):
     out: int  # [16, dim] float32 per tile of columns
     scores: int  # [KEYS, 16] float32
     weights: int  # a tile per 32 keys
-    packed: int  # dim / 16 tiles per 32 keys
+    packed: int  # dim / 16 columns of values
     end: int
 
 
@@ -80,3 +82,10 @@ def scratch_at(base: int, dim: int) -> Scratch:
     return Scratch(
         base, base + LINE, alpha, zeros, tops, sums, queries, out, scores, weights, packed, end
     )
+
+
+@inner
+def run_at(memory: int, runs: Any, slot: int, stride: int) -> int:
+    """The address of the 16 slots from `slot` on (a multiple of 16)."""
+    address: int = memory + runs[slot >> 4] * stride
+    return address
