@@ -7,8 +7,8 @@ each worker and a heartbeat of each gateway a second; for each request a worker'
 stored, 16 removed), and its gateway's booking, end of prefill and end. The gateway that is left is a process
 of its own with a real router and feeds, and decides its share, `--requests-s`. Each part of the script is
 played alone, and then all together: shares of a core. Each gateway hears all of the fleet, and serves a
-part of the requests: `others_us` is what a request costs each gateway that doesn't serve it. The last
-line of stdout is one JSON object.
+part of the requests: `others_us` is what a request costs each gateway that doesn't serve it, by the
+fewest and the most gateways. The last line of stdout is one JSON object.
 """
 
 import argparse
@@ -281,9 +281,9 @@ def main() -> int:
         run = asyncio.run(bench(n, args.requests_s, args.seconds))
         found["gateways"][n] = run
         print(f"{n:>3} gateways  {run}", file=sys.stderr, flush=True)
-    most = found["gateways"][max(found["gateways"])]["shares"]
-    fleet_s = args.requests_s * max(found["gateways"])
-    found["others_us"] = (most["events"] + most["bookings"]) / fleet_s * 1e6
+    few, many = (found["gateways"][of(found["gateways"])] for of in (min, max))
+    if (more_s := many["requests_s"] - few["requests_s"]) > 0:
+        found["others_us"] = (many["together"] - few["together"]) / more_s * 1e6
     print(json.dumps(found | measure.machine()))
     return 0
 

@@ -110,14 +110,24 @@ def figures() -> str:
             )
         ),
     ]
-    conditions = (
-        "Both sides alive in one run by turns; losses are bold. Served, and the killed worker: on"
-        f" {serve_['machine'].partition(', ')[2]} of an {serve_['processor']}, commit {serve_['commit']};"
-        " all others: on 2 cores of a Xeon with AMX, earlier commits. All tables, conditions and the commands"
-        " that make them: [docs/benchmarks.md](docs/benchmarks.md).\n\n"
+    named = {
+        "the engine": engine_,
+        "decisions": router_,
+        "served": serve_,
+        "the killed worker": load("failover"),
+    }
+    sources = "; ".join(
+        f"{name}: {of['processor']}, commit {of['commit']}"
+        for name, of in named.items()
+        if "commit" in of
     )
-    named = ((name if ratio >= 1 else f"**{name}**", a, b) for name, a, b, ratio in rows)
-    return conditions + table(["", "Mallee", "beside it"], named)
+    conditions = (
+        f"Both sides alive in one run by turns, on 2 cores; losses are bold. Of {sources}; all others: a Xeon with"
+        " AMX, earlier commits. All tables, conditions and the commands that make them:"
+        " [docs/benchmarks.md](docs/benchmarks.md).\n\n"
+    )
+    marked = ((name if ratio >= 1 else f"**{name}**", a, b) for name, a, b, ratio in rows)
+    return conditions + table(["", "Mallee", "beside it"], marked)
 
 
 def readme() -> str:

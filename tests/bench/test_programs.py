@@ -79,7 +79,7 @@ PROGRAMS = [
     Program("gateway.turns {model} --tokens 0 500 --times 1", "before"),
     Program("gateway.ingest --seconds 1 --blocks-s 1000 --requests-s 50", "idle cold_join"),
     Program("gateway.ingest --cold-join --pairs 10000", "ingest idle"),
-    Program("gateway.scale --gateways 2 --seconds 0.4 --requests-s 50"),
+    Program("gateway.scale --gateways 1,2 --seconds 0.4 --requests-s 50"),
     Program("gpu_check --tiny --device cpu --no-tests --out {tmp}/gpu.json"),
     Program("gpu.small_ops --tiny --device cpu --rows 1 8"),
     Program("idle --quick --cases mocked_10"),
