@@ -123,8 +123,8 @@ def figures() -> str:
     )
     conditions = (
         "Both sides alive in one run by turns, on 2 cores; losses are bold. Processor and commit of"
-        f" {sources}; all others: a Xeon with AMX, earlier commits. All tables, conditions and the commands that"
-        " make them: [docs/benchmarks.md](docs/benchmarks.md).\n\n"
+        f" {sources}; all others: a Xeon with AMX, earlier commits. All tables, conditions and the commands"
+        " that make them: [docs/benchmarks.md](docs/benchmarks.md).\n\n"
     )
     marked = ((name if ratio >= 1 else f"**{name}**", a, b) for name, a, b, ratio in rows)
     return conditions + table(["", "Mallee", "beside it"], marked)
