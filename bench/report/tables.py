@@ -210,8 +210,8 @@ def scale(data: Json) -> Iterator[str]:
         ],
     )
     yield (
-        f"A request costs each gateway that doesn't serve it {number(data['others_us'])} us of CPU, by the first"
-        " and the last row.\n"
+        "A request costs each gateway that doesn't serve it"
+        f" {number(data['others_us'])} us of CPU, by the first and the last row.\n"
     )
 
 
