@@ -32,6 +32,7 @@ from mallee.cli.serving.up import up
 from mallee.cli.sessions import export_episode, replay_session
 from mallee.cli.settings import settings
 from mallee.cli.synth import group as synth
+from mallee.cli.tree import tree
 from mallee.protocol.errors import MalleeError
 
 cli = typer.Typer(
@@ -41,7 +42,7 @@ cli = typer.Typer(
     pretty_exceptions_enable=False,
 )
 _COMMANDS: tuple[Callable[..., None], ...] = (
-    *(serve, up, mock, demo, settings, metrics, check, doctor, doctor_model, profile, replay),
+    *(serve, up, mock, demo, settings, metrics, check, tree, doctor, doctor_model, profile, replay),
     *(sweep, replay_session, export_episode, chat, explain, top, picker, router),
 )
 for _command in _COMMANDS:

@@ -1,4 +1,4 @@
-"""What one of many gateways does for the fleet: CPU for leases, events, others' bookings, own decisions.
+"""The CPU of one of many gateways for the fleet: leases, events, others' bookings, own decisions.
 
     python -m bench.gateway.scale [--gateways 1,4,16] [--seconds 10] [--requests-s 250]
 
@@ -161,7 +161,7 @@ class Gateway:
             self.router.free(self._live.popleft())
 
     def heard(self) -> dict[str, int]:
-        """What was lost or refused on the way; 0 of each, or the figures mean nothing."""
+        """Messages lost or refused on the way; 0 of each, or the figures mean nothing."""
         stats, others = self.router.stats(), self.bookings.replicas.stats()
         return {
             "gaps": stats.gaps + others.gaps,

@@ -23,7 +23,9 @@ from mallee.worker.model.attention.flashinfer import (
 )
 from mallee.worker.model.attention.torch import TorchAttention
 from mallee.worker.model.config import ModelConfig
-from mallee.worker.model.cpu.choose import choose_cpu
+from mallee.worker.model.cpu.attention import TiledAttention
+from mallee.worker.model.cpu.ops import FusedOps
+from mallee.worker.model.cpu.race import race
 from mallee.worker.model.graphs.device import CudaGraphs
 from mallee.worker.model.kernels.cuda_ops import choose_ops
 from mallee.worker.model.kernels.triton_launch import NoTriton
@@ -107,7 +109,23 @@ def choose_backend(
         raise ConfigError("deterministic=True needs FlashInfer's kernels, on device cuda")
     if is_cuda or not uses_kernels:
         return Backend(TorchAttention(block_size, device), ops)
-    return Backend(*choose_cpu(config, dtype=dtype, kv_dtype=kv_dtype, block_size=block_size))
+    race.compile()  # as draws do, the first time
+    if dtype == kv_dtype and dtype in FusedOps.DTYPES:
+        ops = FusedOps()
+    if TiledAttention.is_supported(
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        block_size=block_size,
+        head_dim=config.head_dim,
+        group_size=config.num_heads // config.num_kv_heads,
+    ):
+        tiled = TiledAttention(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+        )
+        return Backend(tiled, ops)
+    return Backend(TorchAttention(block_size), ops)
 
 
 class Sampler(Protocol):
