@@ -203,7 +203,7 @@ def scale(data: Json) -> Iterator[str]:
             (
                 n,
                 number(run["requests_s"]),
-                *(number(run["shares"][part]) for part in parts),
+                *(number(max(0.0, run["shares"][part])) for part in parts),
                 number(run["together"]),
             )
             for n, run in data["gateways"].items()

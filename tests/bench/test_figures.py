@@ -74,7 +74,7 @@ def test_the_table_of_the_readme_is_made_of_the_results_with_losses_in_bold() ->
     text = headline.README.read_text()
     assert text == headline.readme(), "run make figures"
     bold = re.findall(r"^\| \*\*(.+?)\*\*", headline.figures(), re.MULTILINE)
-    assert any(name.startswith("prefill") for name in bold)  # 1,326 against 1,397
+    assert any(name.startswith("replay of 12,031 requests on 4 workers") for name in bold)
     assert any("requests/s with 1 / 16 / 64" in name for name in bold)
     assert not any(name.startswith("decode") for name in bold)
 
