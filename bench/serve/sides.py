@@ -73,6 +73,7 @@ def serve(
     command = [sys.executable, "-m", "mallee.cli", "serve", *FLEET, "--port", str(port)]
     command += ["--set", "engine.kind=mock", "--set", f"mock.engines_per_worker={engines}"]
     command += ["--set", f"gateways={gateways}", "--set", f"mock.speedup={speedup}"]
+    command += ["--set", f"store.folder={folder / f'store-{port}'}"]  # several are alive at once
     env = {} if proxy is None else {"RAY_SERVE_ENABLE_HA_PROXY": str(int(proxy == "haproxy"))}
     with answering(command, port, folder, env) as url:
         yield url
