@@ -72,13 +72,17 @@ class Registry:
         self.by_name: dict[WorkerId, Member] = {}
         self._free = list(range(capacity))  # a heap
         self._oldest: OrderedDict[WorkerId, Incarnation] = OrderedDict()
-        self.is_held = False  # no lease runs out
+        self._is_held = False
 
     def __len__(self) -> int:
         return len(self.by_name)
 
     def __iter__(self) -> Iterator[Member]:
         return iter(self.by_name.values())
+
+    @property
+    def is_held(self) -> bool:
+        return self._is_held
 
     def get(self, worker: WorkerId) -> Member | None:
         return self.by_name.get(worker)
@@ -120,14 +124,14 @@ class Registry:
 
     def hold(self, is_held: bool, now: float) -> None:
         """Stop leases from running out, or start them again with a full period from `now`."""
-        if self.is_held and not is_held:
+        if self._is_held and not is_held:
             for member in self.by_name.values():
                 member.expires_at = now + self._lease_s
-        self.is_held = is_held
+        self._is_held = is_held
 
     def has_run_out(self, member: Member, now: float) -> bool:
         """Whether the lease of `member` has run out."""
-        return not self.is_held and member.expires_at <= now
+        return not self._is_held and member.expires_at <= now
 
     def expire(self, now: float, is_heard: Callable[[Member], bool]) -> list[Member]:
         """Mark members without a lease as silent, unless `is_heard` otherwise; returns those that changed."""

@@ -92,7 +92,7 @@ class BusClient(Client):
     async def _read_loop(self) -> None:
         transport, loop, last_at = self._transport, asyncio.get_running_loop(), 0.0
         assert transport is not None, "it is connected"
-        read = transport.read
+        read = partial(type(transport).read, transport)  # a reconnected one has ours from before
 
         async def gathered(buffer_size: int) -> bytes:
             nonlocal last_at
@@ -130,8 +130,13 @@ class BusClient(Client):
 check_overrides(
     BusClient,
     names=(
-        *("close", "_attempt_reconnect", "_connect_to_server", "_send_ping", "_process_msg"),
-        *("_process_info", "_read_loop"),
+        "close",
+        "_attempt_reconnect",
+        "_connect_to_server",
+        "_send_ping",
+        "_read_loop",
+        "_process_msg",
+        "_process_info",
     ),
     needs="nats-py>=2.10,<2.17",
 )

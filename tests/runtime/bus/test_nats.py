@@ -11,6 +11,7 @@ import sys
 from collections.abc import AsyncIterator
 
 import pytest
+from nats.aio.client import Client
 from nats.aio.transport import TcpTransport
 
 import mallee.runtime.bus.nats
@@ -21,7 +22,7 @@ from mallee.runtime.bus.access import BrokerAccess
 from mallee.runtime.bus.broker import Broker, find_binary
 from mallee.runtime.bus.bus import Bus
 from mallee.runtime.bus.children import end
-from mallee.runtime.bus.nats import NatsBus
+from mallee.runtime.bus.nats import BusClient, NatsBus
 from support.brokers import OpenBroker
 from support.buses import *  # noqa: F403
 from support.buses import BUCKET, settle
@@ -246,3 +247,15 @@ async def test_the_broker_dies_with_a_parent_that_is_killed() -> None:
     parent.kill()
     await parent.wait()
     await until(lambda: not is_alive(pid), 5.0)
+
+
+async def test_a_connection_made_again_reads_as_the_first_one() -> None:
+    """nats-py keeps its transport: reading would go one call deeper at each connection."""
+    client = BusClient()
+    client._transport = transport = TcpTransport()
+    transport._io_reader = asyncio.StreamReader()
+    client._status = Client.CLOSED  # each loop ends before it reads
+    for _ in range(2000):
+        await client._read_loop()
+    transport._io_reader.feed_data(b"PING")
+    assert await transport.read(64) == b"PING"
