@@ -201,9 +201,9 @@ class LocalStack:
                     (
                         name,
                         *(f"({n} {each.lower()})" for each, n in found.replica_states.items()),
-                        *found.message.strip().splitlines()[-1:],  # why one failed before
+                        _last_line(found.message),  # why one failed before
                     )
-                )
+                ).rstrip()
                 for name, found in app.deployments.items()
                 if found.status != "HEALTHY"
             ]
@@ -363,6 +363,10 @@ def cause(error: Exception) -> str:
 
     for deployment in serve.status().applications[APP_NAME].deployments.values():
         if "UNHEALTHY" in str(deployment.status) or "FAILED" in str(deployment.status):
-            lines = deployment.message.strip().splitlines()
-            return lines[-1].strip() if lines else str(error)
+            return _last_line(deployment.message) or str(error)
     return str(error)
+
+
+def _last_line(message: str) -> str:
+    """The sentence of Serve's message about a deployment; "" without one."""
+    return message.strip().rpartition("\n")[2].strip()

@@ -50,7 +50,13 @@ class Client:
     """
 
     __slots__ = (
-        *("_caller", "_is_cancelled", "_receive", "_timer", "_watcher", "is_gone", "late_s"),
+        "_caller",
+        "_is_cancelled",
+        "_receive",
+        "_timer",
+        "_watcher",
+        "is_gone",
+        "late_s",
     )
 
     def __init__(self, receive: Receive) -> None:
@@ -67,10 +73,11 @@ class Client:
 
     async def waits_for(self, work: Coroutine[Any, Any, T]) -> T:
         """As `unless_gone`."""
-        if self._watcher is None and not self.late_s:
-            self._watch()
-        elif self._timer is None and self._watcher is None:
-            self._timer = asyncio.get_running_loop().call_later(self.late_s, self._watch)
+        if self._watcher is None and self._timer is None:
+            if self.late_s:
+                self._timer = asyncio.get_running_loop().call_later(self.late_s, self._watch)
+            else:
+                self._watch()
         if self.is_gone:
             work.close()
             raise ClientGone

@@ -380,7 +380,8 @@ async def two_clients() -> AsyncIterator[tuple[AsyncMallee, AsyncMallee, LiveFle
         def kill() -> None:
             kill_gateway(fleet, 0)
             for connection in list(server.server_state.connections):
-                connection.transport.abort()  # type: ignore[union-attr]
+                assert connection.transport is not None
+                connection.transport.abort()
 
         yield a, b, fleet, Entry([here, there], kill)
         assert fleet.gateways[1].operator.failure is None
