@@ -8,7 +8,7 @@ from mallee.mocker.passes import mock_spec
 from mallee.mocker.replay.clock import Clock
 from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.replay.fleet.faulty import FaultyFleet
-from mallee.mocker.replay.fleet.workers import Listener, Role
+from mallee.mocker.replay.fleet.workers import FleetSettings, Listener, Role
 from mallee.mocker.replay.gateway.gateway import Gateway
 from mallee.mocker.replay.gateway.roles import RoleGateway
 from mallee.mocker.texts import Texts
@@ -51,25 +51,24 @@ class ReplayBuilder(NamedTuple):
         if is_vllm and scheduler.watermark == SchedulerConfig().watermark:
             scheduler = replace(scheduler, watermark=0.0)  # vLLM's default
         num_capsules = config.answer_capsules if has_forks else 0
-        return FaultyFleet(
-            self.clock,
-            listener,
+        settings = FleetSettings(
             timing=self.timing,
             texts=texts,
             block_size=self.block_size,
             num_blocks=config.num_blocks(self.block_size),
             config=replace(config.engine, scheduler=scheduler, max_answer_capsules=num_capsules),
             seed=config.seed,
+            spec=mock_spec(
+                vocab_size=1 << 32, max_model_len=config.max_model_len, groups=config.groups
+            ),
             tiers=config.tiers,
             link=config.link if config.prefill_engines or config.can_migrate else None,
             is_lending=config.can_migrate,
             device=config.device,
-            spec=mock_spec(
-                vocab_size=1 << 32, max_model_len=config.max_model_len, groups=config.groups
-            ),
             is_vllm=is_vllm,
             join_role="decode" if config.prefill_engines else "both",
         )
+        return FaultyFleet(self.clock, listener, settings)
 
     def gateway(self, index: int, **more: Any) -> AnyGateway:
         """Gateway `index`; `more` are its own arguments."""

@@ -4,9 +4,17 @@
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from mallee.mocker.replay.fleet.workers import Fleet, Role, Worker, worker_name
+from mallee.mocker.replay.clock import Clock
+from mallee.mocker.replay.fleet.workers import (
+    Fleet,
+    FleetSettings,
+    Listener,
+    Role,
+    Worker,
+    worker_name,
+)
 from mallee.protocol.errors import ConfigError
 from mallee.protocol.ids import WorkerId
 
@@ -20,12 +28,10 @@ class _Start(NamedTuple):
 
 
 class FaultyFleet(Fleet):
-    """A fleet whose workers come and go. `join_role` is what those that join do."""
+    """A fleet whose workers come and go."""
 
-    def __init__(self, *args: Any, join_role: Role = "both", **more: Any) -> None:
-        """The rest as for a fleet."""
-        super().__init__(*args, **more)
-        self._join_role = join_role
+    def __init__(self, clock: Clock, listener: Listener, settings: FleetSettings) -> None:
+        super().__init__(clock, listener, settings)
         self._starting: dict[WorkerId, _Start] = {}
         self._num_starts = 0
         self.is_broker_up = True
@@ -41,7 +47,7 @@ class FaultyFleet(Fleet):
         """Begin a younger life under the same name, empty, after the start-up time."""
         key = _key(worker)
         known = self.workers.get(key) or self._past(key)
-        role = known.role if known is not None else self._join_role
+        role = known.role if known is not None else self._settings.join_role
         self.crash(worker)
         self._start(key, role)
 
@@ -50,7 +56,7 @@ class FaultyFleet(Fleet):
         key = _key(worker)
         if key in self.workers or key in self._starting:
             raise ConfigError(f"worker {worker} is there already; join takes a new name")
-        self._start(key, self._join_role)
+        self._start(key, self._settings.join_role)
 
     def drain(self, worker: str) -> None:
         """Send a worker nothing new; it leaves when all gateways let go of it. No change if it is gone."""
@@ -84,7 +90,9 @@ class FaultyFleet(Fleet):
         self._num_starts += 1
         start = _Start(_index(key), role, self._num_starts)
         self._starting[key] = start
-        self._clock.at(self._clock.now + self._timing.startup_s, partial(self._started, key), start)
+        self._clock.at(
+            self._clock.now + self._settings.timing.startup_s, partial(self._started, key), start
+        )
 
     def _started(self, key: WorkerId, start: _Start) -> None:
         if self._starting.get(key) == start:

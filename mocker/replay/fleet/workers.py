@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from mallee.mocker.device import DeviceConfig
 from mallee.mocker.engine import MockedEngine, Outcome
@@ -110,50 +110,43 @@ class Worker:
         return self.state == _IDLE
 
 
+class FleetSettings(NamedTuple):
+    """Settings of a fleet's workers and of the machines that they run on.
+
+    Workers share devices, if `device` has several of them on each. They borrow over a `link`, if there is
+    one, from those that commands name. `is_lending`: routers know that all of them lend. `join_role` is
+    what those that join later do.
+    """
+
+    timing: Timing
+    texts: Texts | None
+    block_size: int
+    num_blocks: int
+    config: EngineConfig
+    seed: int
+    spec: ModelSpec
+    tiers: TierConfig | None
+    link: LinkConfig | None
+    is_lending: bool
+    device: DeviceConfig
+    is_vllm: bool
+    join_role: Role
+
+
 class Fleet:
     """Workers by name, on one clock. `listener` gets every step, lease and death."""
 
-    def __init__(
-        self,
-        clock: Clock,
-        listener: Listener,
-        *,
-        timing: Timing,
-        texts: Texts | None,
-        block_size: int,
-        num_blocks: int,
-        config: EngineConfig,
-        seed: int,
-        tiers: TierConfig | None = None,
-        link: LinkConfig | None = None,
-        is_lending: bool = False,
-        device: DeviceConfig | None = None,
-        spec: ModelSpec | None = None,
-        is_vllm: bool = False,
-    ) -> None:
-        """Workers share devices, if `device` has several of them on each.
-
-        They borrow over a `link`, if there is one, from those that commands name. `is_lending`: routers know
-        that all of them lend.
-        """
+    def __init__(self, clock: Clock, listener: Listener, settings: FleetSettings) -> None:
         self._clock = clock
         self._listener = listener
-        self._timing = timing
-        self._texts = texts
+        self._settings = settings
+        timing, link, device = settings.timing, settings.link, settings.device
         self._request_s = timing.request_s / timing.speedup
-        self._block_size = block_size
-        self._num_blocks = num_blocks
-        self._config = config
-        self._seed = seed
-        self._tiers = tiers
-        self._is_lending = is_lending
-        self._spec = spec
-        self._is_vllm = is_vllm
         self.peers: FleetPeers | None = None
         if link is not None:
             self.peers = FleetPeers(clock, link, put=self._put, left_at=self._left_at)
         self.devices: FleetDevices | None = None  # that are shared
-        if device is not None and device.engines > 1:
+        if device.engines > 1:
             self.devices = FleetDevices(clock, device, self._device_done)
         self.workers: dict[WorkerId, Worker] = {}  # that live
         self.lives: dict[Incarnation, Worker] = {}  # all that ever did
@@ -179,50 +172,52 @@ class Fleet:
         return worker
 
     def _engine(self, name: WorkerId, incarnation: Incarnation) -> AnyEngine:
-        if self._is_vllm:
-            assert self._texts is not None, "replays name their texts"
+        settings = self._settings
+        if settings.is_vllm:
+            assert settings.texts is not None, "replays name their texts"
             return VllmEngine(
-                timing=self._timing,
-                texts=self._texts,
-                num_blocks=self._num_blocks,
+                timing=settings.timing,
+                texts=settings.texts,
+                num_blocks=settings.num_blocks,
                 worker=name,
                 incarnation=incarnation,
-                config=self._config.scheduler,
-                seed=self._seed + incarnation,
-                leaves_capsules=self._config.max_answer_capsules > 0,
+                config=settings.config.scheduler,
+                seed=settings.seed + incarnation,
+                leaves_capsules=settings.config.max_answer_capsules > 0,
             )
         return MockedEngine(
-            timing=self._timing,
-            num_blocks=self._num_blocks,
-            block_size=self._block_size,
+            timing=settings.timing,
+            num_blocks=settings.num_blocks,
+            block_size=settings.block_size,
             worker=name,
             incarnation=incarnation,
             clock=self._clock.read,
-            config=self._config,
-            spec=self._spec,
-            texts=self._texts,
-            seed=self._seed + incarnation,
+            config=settings.config,
+            spec=settings.spec,
+            texts=settings.texts,
+            seed=settings.seed + incarnation,
             max_multi_step=1 << 20 if self.devices is None else 1,
             reports_progress=False,
-            tiers=self._tiers,
+            tiers=settings.tiers,
             peers=self.peers,
         )
 
     def lease(self, worker: Worker) -> Lease:
         """The lease of `worker` now."""
+        settings = self._settings
         return Lease(
             worker=worker.name,
             incarnation=worker.incarnation,
             address=worker.name,
             model="mock",
             fingerprint="mock",
-            block_size=self._block_size,
-            num_blocks=self._num_blocks,
-            max_rows=self._config.scheduler.max_rows,
+            block_size=settings.block_size,
+            num_blocks=settings.num_blocks,
+            max_rows=settings.config.scheduler.max_rows,
             max_model_len=worker.engine.max_model_len,
             next_seq=worker.engine.next_seq,
-            is_prefix_closed=self._tiers is None and not self._is_vllm,
-            serves_kv=self._is_lending,
+            is_prefix_closed=settings.tiers is None and not settings.is_vllm,
+            serves_kv=settings.is_lending,
             is_draining=worker.is_draining,
             windows=tuple(group.reach for group in worker.engine.spec.sides),
         )

@@ -1,6 +1,5 @@
 """The texts of a replay: names that stand for tokens, in jobs, commands and capsules."""
 
-from copy import copy
 from typing import Final, NamedTuple
 
 from mallee.mocker.replay.fleet.workers import Worker
@@ -106,8 +105,12 @@ class ReplayTexts:
 
     def of(self, gateway: str) -> "ReplayTexts":
         """The same texts, as `gateway` has them."""
-        texts = copy(self)
-        texts._gateway = gateway
+        texts = ReplayTexts(
+            self._texts, self._id_tokens
+        )  # `copy` makes no object of a compiled class
+        texts._gateway, texts._retain = gateway, self._retain
+        texts._limits, texts._terms = self._limits, self._terms
+        texts._parents, texts._capsules = self._parents, self._capsules
         return texts
 
     # Requests
