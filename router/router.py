@@ -39,6 +39,9 @@ TAKEOVER_S: Final = (
 )
 
 
+_ANYWHERE: Final = nullcontext()
+
+
 class _Belief(Struct, frozen=True):
     """Blocks of a prompt that the index promised on the worker the request went to."""
 
@@ -169,7 +172,7 @@ class Router:
         self._check_unbooked((request,))
         placer = self._placer
         now = self._clock()
-        with nullcontext() if among is None else self._fleet.only(among):
+        with _ANYWHERE if among is None else self._fleet.only(among):
             home = placer.home(affinity) if affinity else -1
             offers = placer.match(hashes)
             demand = placer.demand(
@@ -501,7 +504,7 @@ class Router:
         self, request: RequestId, slot: int, offers: Offers, hashes: Hashes, prompt_tokens: int
     ) -> None:
         # A worker computes a prompt's last token anew, so a last full block proves nothing.
-        num_judged = min(int(offers.held[0, slot]), (prompt_tokens - 1) // self.config.block_size)
+        num_judged = min(offers.held.item(0, slot), (prompt_tokens - 1) // self.config.block_size)
         if num_judged > 0:
             watch = self._fleet.holdings.watch(slot)
             self._beliefs[request] = _Belief(hashes[:num_judged], watch)

@@ -21,7 +21,7 @@ from mallee.protocol.events import FetchPrices
 from mallee.protocol.hashing import Hashes
 from mallee.protocol.ids import RequestId
 from mallee.router.load import layout
-from mallee.router.load.kernels import Loads, count_booking, count_choice, count_end
+from mallee.router.load.kernels import Loads, count_booking, count_end
 from mallee.router.load.paths import STRIDE, CountedPaths
 
 _PADDING = 24
@@ -63,8 +63,8 @@ class SlotTracker:
         self.bookings: OrderedDict[RequestId, _Booking] = OrderedDict()  # by touched_at
         self._requests: list[set[RequestId]] = [set() for _ in range(num_workers)]
         self.expired = 0  # bookings not touched for booking_s
-        count_booking(self.loads, 0, 0, 0, 0, 0.0, 0.0)  # compile, as no request should have to
-        count_choice(self.loads, 0, 0, 0, 0.0)
+        # Compile, as no request should have to.
+        count_booking(self.loads, 0, 0, 0, 0, 0.0, 0.0, -1, 0, 0.0)
         count_end(self.loads, 0, 0, 0, 0, 0.0, 0.0)
 
     def requests(self, worker: int) -> frozenset[RequestId]:
@@ -82,8 +82,16 @@ class SlotTracker:
         prefill_tokens: int,
         rows: int,
         now: float,
+        number: int = -1,
+        brought: int = 0,
+        expected: float = 0.0,
     ) -> None:
-        """Book `request` on `worker` until freed. Raises ValueError if it is booked already."""
+        """Book `request` on `worker` until freed. Raises ValueError if it is booked already.
+
+        The youngest decision, if it is one of ours, has this `number`. Its prompt brings `brought` new blocks
+        there, and its text is `expected` to bring more later; negative: so many were expected before. Texts
+        end: old expectations fade away.
+        """
         if request in self.bookings:
             raise ValueError(f"request {request} is booked already; free it first")
         fresh = self.paths.use(worker, waypoints, num_blocks)
@@ -98,15 +106,18 @@ class SlotTracker:
         )
         self._requests[worker].add(request)
         blocks, token_s = own_blocks + fresh, self._token_s
-        count_booking(self.loads, worker, rows, blocks, prefill_tokens, now, token_s)
-
-    def choose(self, worker: int, number: int, num_blocks: int, expected: float) -> None:
-        """Note that the youngest decision, of this number, chose `worker`.
-
-        Its prompt brings `num_blocks` new blocks there, and its text is `expected` to bring more later;
-        negative: so many were expected before. Texts end: old expectations fade away.
-        """
-        count_choice(self.loads, worker, number, num_blocks, expected)
+        count_booking(
+            self.loads,
+            worker,
+            rows,
+            blocks,
+            prefill_tokens,
+            now,
+            token_s,
+            number,
+            brought,
+            expected,
+        )
 
     def prefill_done(self, request: RequestId, now: float) -> bool:
         """End a booking's outstanding prefill. False if it is not booked."""
