@@ -444,7 +444,7 @@ class Engine:
         if self._speculator is None:
             self._commit(plan)
         else:
-            num_draws = Counter[Branch]()
+            num_draws: Counter[Branch] = Counter()
             for each in drawn:
                 num_draws[each.branch] += each.num_draws
             self._speculator.learn(plan, num_draws, self._clock() - began)
