@@ -189,7 +189,9 @@ class Intake:
         check_branches("suffixes", len(command.suffixes))
         self._check_sampling(command.sampling)
         texts = grouped(start.rest, command.suffixes, self._notation)
-        prompt = start.boundary - len(start.rest) + max(map(len, texts.values()))
+        prompt = start.boundary
+        if any(command.suffixes):
+            prompt += max(map(len, texts.values())) - len(start.rest)
         self._check_length(prompt, max_tokens, start.boundary % self._block_size > 0)
         return texts
 
@@ -306,12 +308,14 @@ def grouped(rest: Text, suffixes: Sequence[bytes], notation: Notation) -> Texts:
 
     Raises InvalidParameter, CodecError.
     """
+    texts: dict[tuple[int, ...], Text] = {}
     if not (len(rest) or any(suffixes)):  # branches with nothing to compute share nothing
-        return {(index,): notation.empty() for index in range(len(suffixes))}
+        for index in range(len(suffixes)):
+            texts[(index,)] = notation.empty()
+        return texts
     groups: dict[bytes | int, list[int]] = {}
     for index, raw in enumerate(suffixes):
         groups.setdefault(raw if raw or len(rest) else index, []).append(index)
-    texts: dict[tuple[int, ...], Text] = {}
     for key, members in groups.items():
         suffix = notation.read(key) if isinstance(key, bytes) and key else notation.empty()
         texts[tuple(members)] = joined(notation, rest, suffix)
