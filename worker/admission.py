@@ -287,7 +287,8 @@ def fork_point(command: Fork, source: Capsule | Branch, tree: BranchTree) -> For
     has_logits = not isinstance(source, Capsule) or source.logits is not None or source.pending
     if at == boundary and (has_logits or all(command.suffixes)):
         if isinstance(source, Capsule):
-            rest, node = joined(notation, source.pending), source.node if end else None
+            rest, node = notation.empty(), source.node if end else None
+            rest.extend(source.pending)
             return ForkPoint(boundary, end, rest, node, None, source.logits)
         return ForkPoint(boundary, boundary, notation.empty(), None, source)
     # Without logits (inside the text, and after an answer that ended itself) a branch without suffix must
