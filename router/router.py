@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Final
 
-from msgspec import Struct
-
 from mallee.protocol.bookings import Booked
 from mallee.protocol.errors import CapsuleStale
 from mallee.protocol.events import EventBatch, Lease, Snapshot
@@ -37,16 +35,7 @@ LOGGED_DECISIONS: Final = 128
 TAKEOVER_S: Final = (
     30.0  # in which another worker, or the next life, has the disk of one that is gone
 )
-
-
 _ANYWHERE: Final = nullcontext()
-
-
-class _Belief(Struct, frozen=True):
-    """Blocks of a prompt that the index promised on the worker the request went to."""
-
-    hashes: Hashes  # those whose absence at the worker would prove the index stale
-    watch: Watch
 
 
 class Router:
@@ -73,7 +62,8 @@ class Router:
         draw = draw or random.Random(0).random  # noqa: S311 # decides between workers
         self._placer = Placer(config, self._fleet, self._log, outbox, draw)
         self._fan_outs = FanOutPlacer(config, self._fleet, self._placer)
-        self._beliefs: dict[RequestId, _Belief] = {}
+        # Blocks that the index promised on a request's worker: if it lacks them, the index is stale.
+        self._beliefs: dict[RequestId, tuple[Hashes, Watch]] = {}
         self._routed_to_capsule = 0
         self._repaired_blocks = 0
 
@@ -277,11 +267,12 @@ class Router:
         belief = self._beliefs.get(request)
         if belief is None or request not in self._fleet.slots.bookings:
             return 0
-        unproven = belief.hashes[max(0, cached_tokens) // self.config.block_size :]
+        hashes, watch = belief
+        unproven = hashes[max(0, cached_tokens) // self.config.block_size :]
         repaired = 0
         if len(unproven):
-            stale = belief.watch.not_stored(unproven)
-            repaired = self._fleet.holdings.repair(belief.watch.slot, stale) if len(stale) else 0
+            stale = watch.not_stored(unproven)
+            repaired = self._fleet.holdings.repair(watch.slot, stale) if len(stale) else 0
         self._forget_belief(request)
         self._repaired_blocks += repaired
         return repaired
@@ -507,8 +498,7 @@ class Router:
         # A worker computes a prompt's last token anew, so a last full block proves nothing.
         num_judged = min(offers.held.item(0, slot), (prompt_tokens - 1) // self.config.block_size)
         if num_judged > 0:
-            watch = self._fleet.holdings.watch(slot)
-            self._beliefs[request] = _Belief(hashes[:num_judged], watch)
+            self._beliefs[request] = (hashes[:num_judged], self._fleet.holdings.watch(slot))
 
     def _check_unbooked(self, requests: Sequence[RequestId]) -> None:
         """Raises ValueError before anything is priced or logged."""
@@ -524,4 +514,4 @@ class Router:
             self.outbox.freed(request)
 
     def _forget_belief(self, request: RequestId) -> None:
-        self._fleet.holdings.unwatch(self._beliefs.pop(request).watch)
+        self._fleet.holdings.unwatch(self._beliefs.pop(request)[1])
