@@ -61,7 +61,7 @@ class SlotTracker:
         self._token_s = prefill_token_s
         self._booking_s = booking_s
         self.bookings: OrderedDict[RequestId, _Booking] = OrderedDict()  # by touched_at
-        self._num_workers = num_workers
+        self._workers = range(num_workers)
         self.expired = 0  # bookings not touched for booking_s
         # Compile, as no request should have to.
         count_booking(self.loads, 0, 0, 0, 0, 0.0, 0.0, -1, 0, 0.0)
@@ -105,18 +105,9 @@ class SlotTracker:
             rows=rows,
             touched_at=now,
         )
-        blocks, token_s = own_blocks + fresh, self._token_s
+        loads, blocks, token_s = self.loads, own_blocks + fresh, self._token_s
         count_booking(
-            self.loads,
-            worker,
-            rows,
-            blocks,
-            prefill_tokens,
-            now,
-            token_s,
-            number,
-            brought,
-            expected,
+            loads, worker, rows, blocks, prefill_tokens, now, token_s, number, brought, expected
         )
 
     def prefill_done(self, request: RequestId, now: float) -> bool:
@@ -195,9 +186,7 @@ class SlotTracker:
         self.paths.check()
         stride = self.paths.stride
         sums: Loads = np.zeros_like(self.loads)
-        used: list[dict[int, int]] = [
-            {} for _ in range(self._num_workers)
-        ]  # waypoint -> its blocks
+        used: list[dict[int, int]] = [{} for _ in self._workers]  # waypoint -> its blocks
         for request, booking in self.bookings.items():
             worker, n = booking.worker, booking.num_blocks
             sums[layout.LOAD_PREFILL, worker] += booking.prefill_tokens
