@@ -53,7 +53,7 @@ def unpack_tokens(raw: bytes) -> Tokens:
     return np.frombuffer(raw, dtype="<u4")
 
 
-class Sampling(msgspec.Struct, frozen=True, array_like=True):
+class Sampling(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Sampling of next tokens. temperature 0 is greedy; top_k 0 and top_p 1 switch filters off.
 
     `seed` is always set (a gateway draws one if the client gave none): with (seed, position) the
@@ -109,7 +109,7 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
         return self
 
 
-class ReasoningBudget(msgspec.Struct, frozen=True, array_like=True):
+class ReasoningBudget(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Bound on an answer's reasoning: after `max_tokens` of it without `close`, that is the next token.
 
     It begins with the answer, or with the token `open` as the answer's first or second; without that
@@ -130,7 +130,7 @@ class ReasoningBudget(msgspec.Struct, frozen=True, array_like=True):
                 raise InvalidParameter("reasoning", token, remedy)
 
 
-class Limits(msgspec.Struct, frozen=True, array_like=True):
+class Limits(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """End of a branch: after `max_tokens`, or at one of `stop_token_ids` (not part of the text).
 
     The model's own end-of-sequence ids count as stop ids unless `ignore_eos`. The first `min_tokens`
@@ -154,7 +154,7 @@ class Limits(msgspec.Struct, frozen=True, array_like=True):
             self.reasoning.validate(vocab_size)
 
 
-class Grammar(msgspec.Struct, frozen=True, array_like=True):
+class Grammar(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Form of an answer's text: `source` is a JSON schema, a regular expression, a Lark grammar,
     or a JSON list of strings (kind "choice"). For "json_object" it is empty: any JSON object.
 
@@ -187,7 +187,7 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
         return self
 
 
-class Continuation(msgspec.Struct, frozen=True, array_like=True):
+class Continuation(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The rest of an answer, from a boundary of it on: how its branch goes on drawing.
 
     The last `drawn` tokens of the text are those that it drew so far. `limits` are of the whole answer;
@@ -206,7 +206,7 @@ class Continuation(msgspec.Struct, frozen=True, array_like=True):
         return structs.replace(self, drawn=self.drawn - num_tokens)
 
 
-class Share(msgspec.Struct, frozen=True, array_like=True):
+class Share(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Share of a request in an engine that can't serve all requests at once.
 
     Tenants get computed tokens in proportion to `tenant_weight`, the sessions of each to `weight`; a
@@ -233,7 +233,7 @@ class Share(msgspec.Struct, frozen=True, array_like=True):
         return self
 
 
-class RetainSpan(msgspec.Struct, frozen=True, array_like=True):
+class RetainSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Retention of a text's full blocks before token `end`, and not in the span before.
 
     `priority` 1 to 100 is beyond what nobody wants retained (0), for `duration_s` after the last use.
@@ -271,7 +271,7 @@ class Retained(msgspec.Struct, frozen=True, array_like=True):
     nbytes: int
 
 
-class Holder(msgspec.Struct, frozen=True, array_like=True):
+class Holder(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A process that lends the KV of the first `num_tokens` of a command's text, at `address`.
 
     It is asked for blocks by their hashes; with `capsule` for that capsule there, which may have a salt of
@@ -328,7 +328,7 @@ def _check_consumed(grammar: Grammar | None, drawn: int, num_tokens: int) -> Non
         )
 
 
-class _Command(msgspec.Struct, frozen=True, array_like=True):
+class _Command(msgspec.Struct, frozen=True, array_like=True, gc=False):
     pass
 
 

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Final
 
-from msgspec import Struct
-
 from mallee.protocol.bookings import Booked
 from mallee.protocol.errors import CapsuleStale
 from mallee.protocol.events import EventBatch, Lease, Snapshot
@@ -37,13 +35,7 @@ LOGGED_DECISIONS: Final = 128
 TAKEOVER_S: Final = (
     30.0  # in which another worker, or the next life, has the disk of one that is gone
 )
-
-
-class _Belief(Struct, frozen=True):
-    """Blocks of a prompt that the index promised on the worker the request went to."""
-
-    hashes: Hashes  # those whose absence at the worker would prove the index stale
-    watch: Watch
+_ANYWHERE: Final = nullcontext()
 
 
 class Router:
@@ -70,7 +62,8 @@ class Router:
         draw = draw or random.Random(0).random  # noqa: S311 # decides between workers
         self._placer = Placer(config, self._fleet, self._log, outbox, draw)
         self._fan_outs = FanOutPlacer(config, self._fleet, self._placer)
-        self._beliefs: dict[RequestId, _Belief] = {}
+        # Blocks that the index promised on a request's worker: if it lacks them, the index is stale.
+        self._beliefs: dict[RequestId, tuple[Hashes, Watch]] = {}
         self._routed_to_capsule = 0
         self._repaired_blocks = 0
 
@@ -166,10 +159,11 @@ class Router:
         Raises NoWorker if none is alive; KVMemoryExceeded if it fits no worker's blocks; Saturated if it
         `may_wait` and all that it fits are busy; ValueError if `request` is booked.
         """
-        self._check_unbooked((request,))
+        if request in self._fleet.slots.bookings:
+            self._check_unbooked((request,))
         placer = self._placer
         now = self._clock()
-        with nullcontext() if among is None else self._fleet.only(among):
+        with _ANYWHERE if among is None else self._fleet.only(among):
             home = placer.home(affinity) if affinity else -1
             offers = placer.match(hashes)
             demand = placer.demand(
@@ -273,11 +267,12 @@ class Router:
         belief = self._beliefs.get(request)
         if belief is None or request not in self._fleet.slots.bookings:
             return 0
-        unproven = belief.hashes[max(0, cached_tokens) // self.config.block_size :]
+        hashes, watch = belief
+        unproven = hashes[max(0, cached_tokens) // self.config.block_size :]
         repaired = 0
         if len(unproven):
-            stale = belief.watch.not_stored(unproven)
-            repaired = self._fleet.holdings.repair(belief.watch.slot, stale) if len(stale) else 0
+            stale = watch.not_stored(unproven)
+            repaired = self._fleet.holdings.repair(watch.slot, stale) if len(stale) else 0
         self._forget_belief(request)
         self._repaired_blocks += repaired
         return repaired
@@ -501,10 +496,9 @@ class Router:
         self, request: RequestId, slot: int, offers: Offers, hashes: Hashes, prompt_tokens: int
     ) -> None:
         # A worker computes a prompt's last token anew, so a last full block proves nothing.
-        num_judged = min(int(offers.held[0, slot]), (prompt_tokens - 1) // self.config.block_size)
+        num_judged = min(offers.held.item(0, slot), (prompt_tokens - 1) // self.config.block_size)
         if num_judged > 0:
-            watch = self._fleet.holdings.watch(slot)
-            self._beliefs[request] = _Belief(hashes[:num_judged], watch)
+            self._beliefs[request] = (hashes[:num_judged], self._fleet.holdings.watch(slot))
 
     def _check_unbooked(self, requests: Sequence[RequestId]) -> None:
         """Raises ValueError before anything is priced or logged."""
@@ -520,4 +514,4 @@ class Router:
             self.outbox.freed(request)
 
     def _forget_belief(self, request: RequestId) -> None:
-        self._fleet.holdings.unwatch(self._beliefs.pop(request).watch)
+        self._fleet.holdings.unwatch(self._beliefs.pop(request)[1])

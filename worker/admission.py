@@ -32,7 +32,7 @@ from mallee.worker.kv.text import Notation, Text, joined
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.requests import RequestTable
 from mallee.worker.sampling import StepSampler
-from mallee.worker.sched.branch import Branch, ForkPoint, Job, Texts
+from mallee.worker.sched.branch import Branch, ForkPoint, Job, JobCommand, Texts
 from mallee.worker.sched.scheduler import Scheduler
 
 
@@ -89,7 +89,7 @@ class Intake:
             self._capsules.promise(command.request, tokens, salt)
         job = Job(command, gateway, salt, matchers, grammar=grammar, grammar_begin=begin)
         start = ForkPoint(0, 0, self._notation.empty())
-        self._requests.open(job, start, {tuple(job.indices): tokens})
+        self._requests.open(job, start, {tuple(range(num_branches)): tokens})
 
     def fork(self, command: Fork, gateway: str) -> None:
         """Branches that continue a capsule, or a prompt that will be one."""
@@ -98,9 +98,9 @@ class Intake:
         resumed = _resumed(command, source, start.boundary) if command.resumes else None
         limits = command.limits if resumed is None else resumed.limits
         num_drawn = 0 if resumed is None else resumed.drawn
-        suffixes = self._suffixes(command, start.boundary, self._max_tokens(limits) - num_drawn)
+        texts = self._texts(command, start, self._max_tokens(limits) - num_drawn)
         self._capsules.check_unused(command.request)
-        self._scheduler.check_room(len(suffixes))
+        self._scheduler.check_room(len(command.suffixes))
         grammar, begin = command.grammar, None
         matchers: tuple[Matcher, ...] = ()
         if resumed is not None or grammar is not None:
@@ -109,11 +109,12 @@ class Intake:
                 begin = None if grammar is None else start.boundary - grammar.consumed
             matchers = self._matchers(command, source, start.boundary, grammar)
         if debug_log.is_on("forks"):
-            debug_log.log_fork(command.request, len(suffixes), start.boundary, start.base)
-        texts = grouped(start.rest, suffixes, command.suffixes, self._notation)
+            num_branches = len(command.suffixes)
+            debug_log.log_fork(command.request, num_branches, start.boundary, start.base)
         salt = source.salt if isinstance(source, Capsule) else source.job.salt
         if isinstance(source, Capsule) and source.node is None and start.base:
-            start = start._replace(producer=self._moves.restore(source, command.share))
+            producer = self._moves.restore(source, command.share)
+            start = msgspec.structs.replace(start, producer=producer)
         job = Job(
             command,
             gateway,
@@ -167,10 +168,7 @@ class Intake:
 
     def _prompt(self, command: Prefill | Generate) -> Text:
         """The command's tokens. Raises InvalidParameter, ContextLengthExceeded, KVBudgetExceeded."""
-        self._check_new(command.request)
-        self._check_share(command.share)
-        if command.retain:
-            check_spans(command.retain)
+        self._check_request(command)
         tokens = self._notation.read(command.tokens)
         if len(tokens) == 0:
             raise InvalidParameter("tokens", [], "give at least one token")
@@ -185,29 +183,27 @@ class Intake:
         self._check_length(len(tokens), num_left, is_forked)
         return tokens
 
-    def _suffixes(self, command: Fork, boundary: int, max_tokens: int) -> list[Text]:
-        """The command's suffixes, for a capsule of `boundary` tokens. Raises as `_prompt` does."""
-        self._check_new(command.request)
-        self._check_share(command.share)
-        if command.retain:
-            check_spans(command.retain)
+    def _texts(self, command: Fork, start: ForkPoint, max_tokens: int) -> Texts:
+        """Texts that the branches of `command` must compute. Raises as `_prompt` does."""
+        self._check_request(command)
         check_branches("suffixes", len(command.suffixes))
         self._check_sampling(command.sampling)
-        notation = self._notation
-        suffixes = [notation.read(raw) if raw else notation.empty() for raw in command.suffixes]
-        longest = max(map(len, suffixes))
-        is_forked = boundary % self._block_size > 0
-        self._check_length(boundary + longest, max_tokens, is_forked)
-        return suffixes
+        texts = grouped(start.rest, command.suffixes, self._notation)
+        prompt = start.boundary
+        if any(command.suffixes):
+            prompt += max(map(len, texts.values())) - len(start.rest)
+        self._check_length(prompt, max_tokens, start.boundary % self._block_size > 0)
+        return texts
 
-    def _check_new(self, request: str) -> None:
-        if request in self._requests.jobs:
-            raise InvalidParameter("request", request, "this id is in use; ids are used once")
-
-    def _check_share(self, share: Share) -> None:
-        if share != self._last_share:  # many commands have the same
-            share.validate()
-            self._last_share = share
+    def _check_request(self, command: JobCommand) -> None:
+        if command.request in self._requests.jobs:
+            raise InvalidParameter(
+                "request", command.request, "this id is in use; ids are used once"
+            )
+        if command.share != self._last_share:  # many commands have the same
+            self._last_share = command.share.validate()
+        if command.retain:
+            check_spans(command.retain)
 
     def _check_sampling(self, sampling: Sampling) -> None:
         if sampling == self._last_sampling:
@@ -225,7 +221,7 @@ class Intake:
         if prompt + max_tokens > self._spec.max_model_len:
             raise ContextLengthExceeded(prompt, max_tokens, self._spec.max_model_len)
         # The last token's KV is never needed.
-        longest = prompt + max(0, max_tokens - 1) + self._headroom
+        longest = prompt + (max_tokens or 1) - 1 + self._headroom
         needed = -(-longest // self._block_size) + num_copies
         if needed > self._num_blocks:
             raise KVBudgetExceeded(
@@ -281,18 +277,19 @@ def _grammar_state(source: Capsule | Branch, boundary: int) -> Matcher | None:
 
 def fork_point(command: Fork, source: Capsule | Branch, tree: BranchTree) -> ForkPoint:
     """The start of `command` on a capsule, or on the branch that computes it. Raises InvalidParameter."""
-    boundary = source.boundary if isinstance(source, Capsule) else source.length
     at, notation, block_size = command.at, tree.notation, tree.block_size
-    if at is not None and not 1 <= at <= boundary:
-        raise InvalidParameter("at", at, f"give 1 to {boundary}, the tokens of the capsule")
+    end = source.num_computed if isinstance(source, Capsule) else source.length
+    boundary = end + len(source.pending) if isinstance(source, Capsule) else end
     if at is None:
         at = boundary
+    elif not 1 <= at <= boundary:
+        raise InvalidParameter("at", at, f"give 1 to {boundary}, the tokens of the capsule")
     has_logits = not isinstance(source, Capsule) or source.logits is not None or source.pending
     if at == boundary and (has_logits or all(command.suffixes)):
         if isinstance(source, Capsule):
-            rest = joined(notation, source.pending)
-            base, logits = source.num_computed, source.logits
-            return ForkPoint(boundary, base, rest, source.node if base else None, None, logits)
+            rest, node = notation.empty(), source.node if end else None
+            rest.extend(source.pending)
+            return ForkPoint(boundary, end, rest, node, None, source.logits)
         return ForkPoint(boundary, boundary, notation.empty(), None, source)
     # Without logits (inside the text, and after an answer that ended itself) a branch without suffix must
     # compute the last token again.
@@ -300,28 +297,27 @@ def fork_point(command: Fork, source: Capsule | Branch, tree: BranchTree) -> For
     base = last - last % block_size
     if isinstance(source, Branch):
         return ForkPoint(at, base, source.tokens[base:at], None, source if base else None)
-    node, end = source.node, source.num_computed
+    node = source.node
     base = min(base, end - end % block_size)
     if node is not None:
         base = tree.resume_point(node, base)
     return ForkPoint(at, base, source.text(notation, base, at), node if base else None)
 
 
-def grouped(
-    rest: Text, suffixes: Sequence[Text], raws: Sequence[bytes], notation: Notation
-) -> Texts:
+def grouped(rest: Text, suffixes: Sequence[bytes], notation: Notation) -> Texts:
     """Texts that the branches must compute, by the indices of those that compute the same.
 
-    `raws`: the suffixes as the command has them.
+    Raises InvalidParameter, CodecError.
     """
-    if not len(rest):
-        if len(suffixes) == 1:
-            return {(0,): suffixes[0]}
-        if not any(raws):  # branches with nothing to compute share nothing
-            return {(i,): suffix for i, suffix in enumerate(suffixes)}
+    texts: dict[tuple[int, ...], Text] = {}
+    if not (len(rest) or any(suffixes)):  # branches with nothing to compute share nothing
+        for index in range(len(suffixes)):
+            texts[(index,)] = notation.empty()
+        return texts
     groups: dict[bytes | int, list[int]] = {}
-    for index, raw in enumerate(raws):
+    for index, raw in enumerate(suffixes):
         groups.setdefault(raw if raw or len(rest) else index, []).append(index)
-    return {
-        tuple(members): joined(notation, rest, suffixes[members[0]]) for members in groups.values()
-    }
+    for key, members in groups.items():
+        suffix = notation.read(key) if isinstance(key, bytes) and key else notation.empty()
+        texts[tuple(members)] = joined(notation, rest, suffix)
+    return texts

@@ -235,16 +235,16 @@ class Engine:
         self._scheduler.is_stalled = False
         try:
             match command:
+                case Fork():  # first, as they come by the thousand
+                    self._intake.fork(command, gateway)
+                    if command.loans and self._capsules.peek(command.capsule) is not None:
+                        self._loans.make_ready(command.capsule, command.loans)
                 case Cancel():
                     self._requests.cancel(command)
                 case Release():
                     self._capsules.release(command.capsule)
                 case Prefill() | Generate():
                     self._intake.open(command, gateway)
-                case Fork():
-                    self._intake.fork(command, gateway)
-                    if command.loans and self._capsules.peek(command.capsule) is not None:
-                        self._loans.make_ready(command.capsule, command.loans)
                 case Inject():
                     self._inject(command, gateway)
                 case Prioritize():
@@ -444,7 +444,7 @@ class Engine:
         if self._speculator is None:
             self._commit(plan)
         else:
-            num_draws = Counter[Branch]()
+            num_draws: Counter[Branch] = Counter()
             for each in drawn:
                 num_draws[each.branch] += each.num_draws
             self._speculator.learn(plan, num_draws, self._clock() - began)

@@ -95,25 +95,22 @@ class RequestTable:
     def open(self, job: Job, start: ForkPoint, texts: Texts) -> None:
         """`job` begins: its branches continue `start`."""
         self.jobs[job.command.request] = job
-        if isinstance(job.command, Prefill) and job.gateway != OWN:
+        if not job.draws and job.gateway != OWN:
             self._producers[job.capsule(0)] = job
         if start.boundary:
-            self.num_forks += len(job.indices)
+            self.num_forks += job.num_branches
         self._grow(job, start, texts)
 
     def _grow(self, job: Job, start: ForkPoint, texts: Texts) -> None:
         """Branches of `job` that continue `start`: one for the members of each group, with its text."""
         origin = None
         if start.node is not None:
-            origin = self._tree.hold_prefix(start.node, start.base)
-            if len(texts) > 1:
-                self._tree.hold(origin, len(texts) - 1)
-        branches = [
-            Branch(job, members, ticket, text, start, origin)
-            for ticket, (members, text) in enumerate(texts.items(), self._next_ticket)
-        ]
-        for branch in branches:
+            origin = self._tree.hold_prefix(start.node, start.base, len(texts))
+        branches = []
+        for ticket, (members, text) in enumerate(texts.items(), self._next_ticket):
+            branch = Branch(job, members, ticket, text, start, origin)
             job.branches[branch.index] = branch
+            branches.append(branch)
         self._next_ticket += len(branches)
         self.num_cached += start.base * len(branches)
         self._scheduler.add(branches)

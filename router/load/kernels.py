@@ -187,23 +187,28 @@ def count_free(index: int, loads: Loads, width: int) -> None:
 
 @kernel
 def count_booking(
-    loads: Loads, w: int, rows: int, blocks: int, prefill_tokens: int, now: float, token_s: float
+    loads: Loads,
+    w: int,
+    rows: int,
+    blocks: int,
+    prefill_tokens: int,
+    now: float,
+    token_s: float,
+    number: int,
+    brought: int,
+    expected: float,
 ) -> None:
-    """A booking on worker `w` begins."""
+    """A booking on worker `w` begins; as `load.slots.SlotTracker.book`."""
     loads[rows_of.LOAD_ROWS, w] += rows
     loads[rows_of.LOAD_BLOCKS, w] += blocks
     if prefill_tokens > 0:
         loads[rows_of.LOAD_PREFILL, w] += prefill_tokens
         begins = max(now, loads[rows_of.LOAD_PREFILL_ENDS, w])
         loads[rows_of.LOAD_PREFILL_ENDS, w] = begins + prefill_tokens * token_s
-
-
-@kernel
-def count_choice(loads: Loads, w: int, number: int, num_blocks: int, expected: float) -> None:
-    """As `load.slots.SlotTracker.choose`."""
-    loads[rows_of.LOAD_CHOSEN, w] = number
-    left = max(0.0, 1.0 - num_blocks / max(loads[rows_of.LOAD_ROOM, w], 1.0))
-    loads[rows_of.LOAD_GROWTH, w] = max(0.0, loads[rows_of.LOAD_GROWTH, w] * left + expected)
+    if number >= 0:
+        loads[rows_of.LOAD_CHOSEN, w] = number
+        left = max(0.0, 1.0 - brought / max(loads[rows_of.LOAD_ROOM, w], 1.0))
+        loads[rows_of.LOAD_GROWTH, w] = max(0.0, loads[rows_of.LOAD_GROWTH, w] * left + expected)
 
 
 @kernel

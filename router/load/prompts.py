@@ -6,9 +6,10 @@ others will use that copy. Both are seen from the prompts alone, by a block ever
 table of fixed size. An entry that another one takes over makes a text look new, nothing else.
 """
 
-from typing import Final, NamedTuple, cast
+from typing import Final, cast
 
 import numpy as np
+from msgspec import Struct
 
 from mallee.router.load import layout
 
@@ -23,7 +24,7 @@ the prompts changes none: those that would teach it come too late.
 """
 
 
-class Seen(NamedTuple):
+class Seen(Struct, frozen=True, gc=False):
     """A prompt beside those before it, in leading full blocks."""
 
     shared: int  # that earlier prompts had, up to the last one after which prompts parted

@@ -21,7 +21,7 @@ from mallee.protocol.events import FetchPrices
 from mallee.protocol.hashing import Hashes
 from mallee.protocol.ids import RequestId
 from mallee.router.load import layout
-from mallee.router.load.kernels import Loads, count_booking, count_choice, count_end
+from mallee.router.load.kernels import Loads, count_booking, count_end
 from mallee.router.load.paths import STRIDE, CountedPaths
 
 _PADDING = 24
@@ -61,15 +61,16 @@ class SlotTracker:
         self._token_s = prefill_token_s
         self._booking_s = booking_s
         self.bookings: OrderedDict[RequestId, _Booking] = OrderedDict()  # by touched_at
-        self._requests: list[set[RequestId]] = [set() for _ in range(num_workers)]
+        self._workers = range(num_workers)
         self.expired = 0  # bookings not touched for booking_s
-        count_booking(self.loads, 0, 0, 0, 0, 0.0, 0.0)  # compile, as no request should have to
-        count_choice(self.loads, 0, 0, 0, 0.0)
+        # Compile, as no request should have to.
+        count_booking(self.loads, 0, 0, 0, 0, 0.0, 0.0, -1, 0, 0.0)
         count_end(self.loads, 0, 0, 0, 0, 0.0, 0.0)
 
     def requests(self, worker: int) -> frozenset[RequestId]:
-        """Requests booked on `worker`."""
-        return frozenset(self._requests[worker])
+        """Requests booked on `worker`. O(bookings)."""
+        found = (request for request, each in self.bookings.items() if each.worker == worker)
+        return frozenset(found)
 
     def book(
         self,
@@ -82,8 +83,16 @@ class SlotTracker:
         prefill_tokens: int,
         rows: int,
         now: float,
+        number: int = -1,
+        brought: int = 0,
+        expected: float = 0.0,
     ) -> None:
-        """Book `request` on `worker` until freed. Raises ValueError if it is booked already."""
+        """Book `request` on `worker` until freed. Raises ValueError if it is booked already.
+
+        The youngest decision, if it is one of ours, has this `number`. Its prompt brings `brought` new blocks
+        there, and its text is `expected` to bring more later; negative: so many were expected before. Texts
+        end: old expectations fade away.
+        """
         if request in self.bookings:
             raise ValueError(f"request {request} is booked already; free it first")
         fresh = self.paths.use(worker, waypoints, num_blocks)
@@ -96,17 +105,10 @@ class SlotTracker:
             rows=rows,
             touched_at=now,
         )
-        self._requests[worker].add(request)
-        blocks, token_s = own_blocks + fresh, self._token_s
-        count_booking(self.loads, worker, rows, blocks, prefill_tokens, now, token_s)
-
-    def choose(self, worker: int, number: int, num_blocks: int, expected: float) -> None:
-        """Note that the youngest decision, of this number, chose `worker`.
-
-        Its prompt brings `num_blocks` new blocks there, and its text is `expected` to bring more later;
-        negative: so many were expected before. Texts end: old expectations fade away.
-        """
-        count_choice(self.loads, worker, number, num_blocks, expected)
+        loads, blocks, token_s = self.loads, own_blocks + fresh, self._token_s
+        count_booking(
+            loads, worker, rows, blocks, prefill_tokens, now, token_s, number, brought, expected
+        )
 
     def prefill_done(self, request: RequestId, now: float) -> bool:
         """End a booking's outstanding prefill. False if it is not booked."""
@@ -123,14 +125,14 @@ class SlotTracker:
         booking = self.bookings.pop(request, None)
         if booking is None:
             return False
-        self._release(request, booking, now)
+        self._release(booking, now)
         return True
 
     def drop_worker(self, worker: int) -> list[RequestId]:
         """Drop all bookings of `worker`; returns their requests, sorted by id."""
-        dropped = sorted(self._requests[worker])
+        dropped = sorted(self.requests(worker))
         for request in dropped:
-            self._release(request, self.bookings.pop(request), 0.0)  # nothing of it is kept
+            self._release(self.bookings.pop(request), 0.0)  # nothing of it is kept
         for row in (*layout.LOADS_BOOKED, *layout.LOADS_REPORTED, *layout.LOADS_FREED):
             self.loads[row, worker] = 0
         self.loads[layout.LOADS_FETCH, worker] = 0
@@ -184,10 +186,9 @@ class SlotTracker:
         self.paths.check()
         stride = self.paths.stride
         sums: Loads = np.zeros_like(self.loads)
-        used: list[dict[int, int]] = [{} for _ in self._requests]  # waypoint -> its blocks
+        used: list[dict[int, int]] = [{} for _ in self._workers]  # waypoint -> its blocks
         for request, booking in self.bookings.items():
             worker, n = booking.worker, booking.num_blocks
-            assert request in self._requests[worker], f"{request} is not listed"
             sums[layout.LOAD_PREFILL, worker] += booking.prefill_tokens
             sums[layout.LOAD_ROWS, worker] += booking.rows
             sums[layout.LOAD_BLOCKS, worker] += booking.own_blocks
@@ -196,16 +197,14 @@ class SlotTracker:
             )
             for i, waypoint in enumerate(booking.waypoints.tolist()):
                 used[worker][waypoint] = min(stride, n - i * stride)
-        assert sum(map(len, self._requests)) == len(self.bookings), "stale request listed"
         for worker, waypoints in enumerate(used):
             sums[layout.LOAD_BLOCKS, worker] += sum(waypoints.values())
             assert self.paths.num_used(worker) == len(waypoints), f"waypoints in use on {worker}"
         for row in layout.LOADS_BOOKED:
             assert (sums[row] == self.loads[row]).all(), f"load {row} differs from the bookings"
 
-    def _release(self, request: RequestId, booking: _Booking, now: float) -> None:
+    def _release(self, booking: _Booking, now: float) -> None:
         gone = self.paths.leave(booking.worker, booking.waypoints, booking.num_blocks)
-        self._requests[booking.worker].discard(request)
         self._end(booking, booking.rows, booking.own_blocks + gone, now)
 
     def _end(self, booking: _Booking, rows: int, blocks: int, now: float) -> None:

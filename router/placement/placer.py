@@ -190,6 +190,12 @@ class Placer:
             self.pulled_nbytes[why] += pull.nbytes
             if share is not None and share.how == "migrate":
                 pull = pull._replace(prices=share.prices)
+        brought = max(0, demand.num_blocks + demand.own_blocks - choice.overlap_blocks)
+        expected = -float(brought)
+        if demand.growth > 1.0:  # its text is new
+            expected = (demand.growth - 1.0) * max(0, demand.num_blocks - demand.shared_blocks)
+        number = self.routed
+        self.routed += 1
         fleet.slots.book(
             request,
             slot,
@@ -199,15 +205,12 @@ class Placer:
             prefill_tokens=prefill,
             rows=demand.rows,
             now=now,
+            number=self.routed,
+            brought=brought,
+            expected=expected,
         )
         if fleet.orphans.pop(request, None) is not None and self._outbox is not None:
             self._outbox.freed(request)
-        brought = max(0, demand.num_blocks + demand.own_blocks - choice.overlap_blocks)
-        is_new_text = demand.growth > 1.0
-        expected = (demand.growth - 1.0) * max(0, demand.num_blocks - demand.shared_blocks)
-        number = self.routed
-        self.routed += 1
-        fleet.slots.choose(slot, self.routed, brought, expected if is_new_text else -float(brought))
         fleet.predict(member, waypoints, demand.num_blocks, now)
         self.regret_blocks += choice.best_overlap_blocks - choice.overlap_blocks
         self._log.append(

@@ -49,6 +49,7 @@ from msgspec.structs import astuple
 from mallee.protocol.hashing import NO_HASHES, Hashes
 from mallee.router.config import Policy, RouterConfig
 from mallee.router.index.kernels.layout import Counts
+from mallee.router.load import layout
 from mallee.router.load.kernels import Loads
 from mallee.router.load.prompts import Seen
 from mallee.router.placement.kernels import score
@@ -134,6 +135,7 @@ class Pricer:
         # The same numbers: a single one is read in a fifth of the time.
         self._cells = cast("memoryview[float]", self._params.data)
         self._pack = struct.Struct(f"{score.NUM_ASKED}d").pack_into
+        self._chosen = struct.Struct(f"{8 * score.P_CHOSEN}x{score.NUM_TERMS}d").unpack_from
         self._shape = (score.NUM_TERMS, loads.shape[1])
         self._needs_draw = False
         cost, params = config.cost, self._params
@@ -158,7 +160,7 @@ class Pricer:
         self.choose(
             Demand(1, 0, 1, 1, 1, 1), Offers(NO_HASHES, nothing, nothing[0]), now=0.0, width=0
         )
-        score.cheapest_of(params, loads, np.empty((score.NUM_TERMS, 1), np.float32), 0.0)
+        score.cheapest_of(params, loads, nothing[0].astype(np.float32))
         self._needs_draw = config.temperature > 0.0 or config.policy == "random"
 
     def choose(
@@ -183,14 +185,17 @@ class Pricer:
             return None
         is_new = False
         if prefers_new:
-            new = score.cheapest_of(params, self._loads, terms, now)
+            is_old = self._loads[layout.LOAD_WARM_AT] <= now
+            totals = np.where(is_old, np.float32(np.inf), terms[score.TERM_TOTAL])
+            new = score.cheapest_of(params, self._loads, totals)
             if new not in (-1, slot):
                 is_new = (
                     float(terms[score.TERM_TOTAL, new] - terms[score.TERM_TOTAL, slot])
                     <= WARM_UP_PRICE_S
                 )
                 slot = new if is_new else slot
-        overlap, pulled, *seconds, _ = terms[:, slot].tolist()
+        chosen = terms[:, slot].tolist() if is_new else self._chosen(self._cells)
+        overlap, pulled, *seconds, _ = chosen
         return Choice(
             slot=slot,
             overlap_blocks=int(overlap),

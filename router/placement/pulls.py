@@ -60,8 +60,8 @@ class PullFinder:
         `source`: a capsule of exactly its text.
         """
         slot, size, loads = choice.slot, self._config.block_size, self._fleet.slots.loads
-        found = list[int]()
-        holders = list[Holder]()
+        found: list[int] = []
+        holders: list[Holder] = []
         num_blocks = choice.pulled_blocks
         if source is not None and self._lent(slot) and self.lends(source):
             member = self._fleet.members.get(source.worker)

@@ -6,11 +6,11 @@ that follow wait behind it.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
+from msgspec import Struct, field
 
 from mallee.protocol.events import BlockEvent, Cleared, Event, Snapshot, Stored, unpack_hashes
 from mallee.protocol.hashing import Hashes
@@ -33,16 +33,14 @@ class _Chunk(NamedTuple):
     group: int = 0
 
 
-@dataclass(slots=True)
-class _Backlog:
+class _Backlog(Struct):
     """One worker's messages that wait to be taken in, in order."""
 
     worker: WorkerId
     queue: deque[_Chunk | Event] = field(default_factory=deque)
 
 
-@dataclass(slots=True)
-class _Recent:
+class _Recent(Struct):
     """The last runs that a watched worker stored, numbered on."""
 
     watchers: int = 0
@@ -58,7 +56,7 @@ class _Recent:
             self.first += 1
 
 
-class Watch(NamedTuple):
+class Watch(Struct, frozen=True):
     """Remembers what a worker stores from a moment on; ends with `Holdings.unwatch`."""
 
     slot: int

@@ -144,7 +144,8 @@ class CapsuleRegistry:
 
     def get(self, capsule: str) -> Capsule:
         """The capsule, now the most recently used. Raises UnknownCapsule; CorruptKV, if checked."""
-        self.expire()
+        if self.next_expiry <= self._clock():
+            self.expire()
         key = CapsuleId(capsule)
         entry = self._entries.get(key)
         if entry is None:

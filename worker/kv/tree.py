@@ -177,8 +177,8 @@ class BranchTree:
         self.hold(node)
         return node
 
-    def hold_prefix(self, node: Node, num_tokens: int) -> Node:
-        """A held node that ends after the first `num_tokens` tokens of a live sequence that `node` ends.
+    def hold_prefix(self, node: Node, num_tokens: int, n: int = 1) -> Node:
+        """A node, held n times, that ends after `num_tokens` tokens of a live sequence that `node` ends.
 
         `num_tokens` is a whole number of blocks, at least one, or all that `node` has; and a
         `resume_point`.
@@ -193,7 +193,7 @@ class BranchTree:
                 node = self._store.split(node, own)
         else:
             assert num_tokens == node.end, f"{num_tokens} tokens end inside a block"
-        self.hold(node)
+        self.hold(node, n)
         return node
 
     def hold(self, node: Node, n: int = 1) -> None:

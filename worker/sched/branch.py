@@ -50,6 +50,7 @@ JobCommand: TypeAlias = Prefill | Generate | Fork
 """The commands that begin branches."""
 
 _NOTHING = Continuation(Sampling(), Limits(0))  # of a prefill, which draws nothing
+_NO_SCORES: list[TokenLogprobs] = []
 
 
 class CapsuleState(NamedTuple):
@@ -124,7 +125,7 @@ class Job:
 
     __slots__ = (
         *("_rules", "branches", "cancelled", "command", "draws"),
-        *("gateway", "grammar", "grammar_begin", "indices", "limits", "matchers"),
+        *("gateway", "grammar", "grammar_begin", "limits", "matchers", "num_branches"),
         *("is_scoring", "priorities", "priority", "pull", "salt", "sampling", "scores", "session"),
         "start",
     )
@@ -149,11 +150,21 @@ class Job:
         self.salt = salt  # of the hashes of its blocks
         self.session: Account  # from `Scheduler.add` on
         self.matchers = matchers
-        self.draws, self.indices, self.start = _begin(command)  # of all branches that it ever has
-        if resumed is not None:
-            self.start = resumed
-        self.sampling = self.start.sampling
-        self.limits = _limits_after(self.start.drawn, self.start.limits)
+        self.draws, self.is_scoring = True, False
+        self.scores = _NO_SCORES
+        match command:
+            case Fork():
+                self.num_branches = len(command.suffixes)
+                start = Continuation(command.sampling, command.limits, command.first_branch)
+            case Generate():
+                self.num_branches, drawn = command.n, command.drawn
+                start = Continuation(command.sampling, command.limits, command.first_branch, drawn)
+                self.is_scoring, self.scores = command.prompt_logprobs >= 0, []
+            case Prefill():
+                self.num_branches, self.draws, start = 1, False, _NOTHING
+        self.start = start = resumed or start
+        self.sampling = start.sampling
+        self.limits = _limits_after(start.drawn, start.limits) if start.drawn else start.limits
         self.grammar = grammar
         self.grammar_begin = grammar_begin  # None: where the answers begin
         self.gateway = gateway
@@ -162,8 +173,6 @@ class Job:
         self.priority = command.share.priority
         self.priorities: dict[int, float] | None = None  # of branches whose own was changed
         self._rules: DrawRules | None = None
-        self.scores: list[TokenLogprobs] = []
-        self.is_scoring = isinstance(command, Generate) and command.prompt_logprobs >= 0
 
     @property
     def num_drawn(self) -> int:
@@ -224,7 +233,7 @@ class Producer(Protocol):
         ...
 
 
-class ForkPoint(NamedTuple):
+class ForkPoint(msgspec.Struct, frozen=True):
     """`boundary` tokens, of which the KV of the first `base` is shared and `rest` must run again.
 
     `node` has the first `base` tokens at its end or above; None if they are those of a `producer`,
@@ -423,27 +432,11 @@ class Branch:
 
 
 def _group_index(members: tuple[int, ...], job: Job) -> int:
-    return WHOLE if len(members) == len(job.indices) else GROUP - members[0]
-
-
-def _begin(command: JobCommand) -> tuple[bool, range, Continuation]:
-    """Whether `command` draws, the indices of its branches, and its first branch as it begins."""
-    match command:
-        case Fork():
-            first = Continuation(command.sampling, command.limits, command.first_branch)
-            return True, range(len(command.suffixes)), first
-        case Generate():
-            drawn = command.drawn
-            first = Continuation(command.sampling, command.limits, command.first_branch, drawn)
-            return True, range(command.n), first
-        case Prefill():
-            return False, range(1), _NOTHING
+    return WHOLE if len(members) == job.num_branches else GROUP - members[0]
 
 
 def _limits_after(num_drawn: int, limits: Limits) -> Limits:
     """The rest of `limits` after so many tokens."""
-    if not num_drawn:
-        return limits
     return msgspec.structs.replace(
         limits,
         max_tokens=limits.max_tokens - num_drawn,

@@ -65,19 +65,18 @@ class FairQueue:
     def extend(self, branches: list[Branch], step: int) -> None:
         """Queue new branches of one job, which are of one rank, by arrival, from `step` on."""
         serial, rank = self._num_claims, self._order.rank(branches[0])
+        members, heap = self.members, self._heap(branches[0].job.session)
+        num_before = len(heap)
         for branch in branches:
             branch.last_step = step
-            self.members[branch] = serial
-        claims = [(rank, branch.ticket, serial, branch, branch) for branch in branches]
-        heap = self._heap(branches[0].job.session)
-        if not heap:
-            heap.extend(claims)  # in order already
-        elif len(heap) < len(claims):
-            heap.extend(claims)
-            heapq.heapify(heap)
-        else:
-            for claim in claims:
+            members[branch] = serial
+            claim = (rank, branch.ticket, serial, branch, branch)
+            if num_before < len(branches):
+                heap.append(claim)
+            else:
                 heapq.heappush(heap, claim)
+        if 0 < num_before < len(branches):  # else they are in order
+            heapq.heapify(heap)
         self._num_claims += len(branches)
 
     def push(self, branch: Branch, step: int) -> None:

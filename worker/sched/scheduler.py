@@ -111,7 +111,7 @@ class Scheduler:
             tenant=share.tenant,
             tenant_weight=share.tenant_weight,
         )
-        if len(branches) < len(job.indices):
+        if len(branches) < job.num_branches:
             self._num_joint += sum([len(branch.members) for branch in branches]) - len(branches)
         if producer is None:
             self._waiting.extend(branches, self._step)

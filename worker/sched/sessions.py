@@ -103,7 +103,8 @@ class Sessions:
 
         Without a tenant the session stands for itself, and its weight is among the tenants'.
         """
-        full = (tenant, *key)
+        salt, name = key
+        full = (tenant, salt, name)
         session = self._accounts.get(full)
         if session is None:
             if len(self._accounts) >= self._limit:

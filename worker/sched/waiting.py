@@ -77,12 +77,14 @@ class Waiting:
 
     def extend(self, branches: list[Branch], step: int) -> None:
         """Queue new branches of one job, which are waiting."""
-        missing = [branch for branch in branches if branch.logits is None]
-        if missing or branches[0].job.priorities is not None:
+        are_alike = branches[0].job.priorities is None
+        for branch in branches:
+            are_alike = are_alike and branch.logits is not None
+        if are_alike:
+            self.ready.extend(branches, step)
+        else:
             for branch in branches:
                 self.push(branch, step)
-        else:
-            self.ready.extend(branches, step)
 
     def remove(self, branch: Branch) -> None:
         """`branch` is over, or admitted. Its phase is still the one it waited in."""

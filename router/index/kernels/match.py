@@ -99,34 +99,35 @@ def look_up(s: int, hashes: Hashes, start: int, stop: int, known: int) -> int:
     """Bits of those of blocks `start` to `stop` whose set isn't `known`; FOUND has their values, or -1.
 
     In passes, each of which fetches what the next one needs, so that no miss of the cache waits for another.
+    Two of them run in lanes: over a slice, since an index that might be negative would be gathered.
     """
     lines = get(s, layout.AT_CAP) >> layout.LINE_SHIFT
     table = get(s, layout.AT_TABLE)
-    found = s + 8 * layout.AT_FOUND
-    for i in range(start, stop):
-        key = signed(hashes[i])
-        line = table + 64 * (segment_of(key) * lines + line_of(key, lines))
-        put(found, i - start, line)
-        fetch(line)
+    found, keys = s + 8 * layout.AT_FOUND, hashes[start:stop]
+    for i in range(len(keys)):
+        key = signed(keys[i])
+        put(found, i, table + 64 * (segment_of(key) * lines + line_of(key, lines)))
+    for i in range(len(keys)):
+        fetch(get(found, i))
     # While the table moves, entries that have moved are still here, as they were then.
     is_moving = get(s, layout.AT_NEXT_CAP) != 0
     others = 0
-    for i in range(stop - start):  # without branches: most could not be foreseen
+    for i in range(len(keys)):  # without branches: most could not be foreseen
         line = get(found, i)
-        key = signed(hashes[start + i])
-        place = places(line, key)
+        place = places(line, signed(keys[i]))
         value = get(line, 2 * trailing_zeros(place | 8) + 1)
-        is_found = (place != 0) & (key != 0)
-        put(found, i, value if is_found else -1)
-        is_known = is_found & (value & layout.LOW == known) & (not is_moving)
-        others |= (1 - int(is_known)) << i
+        put(found, i, value if place != 0 else -1)
+    for i in range(len(keys)):
+        value = get(found, i)
+        is_known = (value >= 0) & (value & layout.LOW == known) & (keys[i] != 0)
+        others |= (1 - int(is_known & (not is_moving))) << i
     left = others
     while left != 0:
         i = trailing_zeros(left)
         left &= left - 1
-        value = get(found, i)
-        if value < 0 or is_moving:
-            value = value_of(s, signed(hashes[start + i]))
+        value, key = get(found, i), signed(keys[i])
+        if value < 0 or is_moving or key == 0:
+            value = value_of(s, key)
             put(found, i, value)
         if value >= 0 and value & layout.ROW_BIT:
             row = row_at(s, (value & layout.LOW) ^ layout.ROW_BIT)

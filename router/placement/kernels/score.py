@@ -62,7 +62,8 @@ P_PULL_BLOCK_S: Final = 29
 P_DISPLACED_WEIGHT: Final = 30
 # and a result
 P_BEST_OVERLAP: Final = 31  # blocks, of workers that could have taken it
-NUM_PARAMS: Final = 32
+P_CHOSEN: Final = 32  # terms of the chosen one
+NUM_PARAMS: Final = 32 + NUM_TERMS
 
 COST: Final = 0
 DYNAMO: Final = 1
@@ -209,7 +210,7 @@ def displaced_s(
     1 and not 0, by the growth of texts that are there.
     """
     growth = loads[layout.LOAD_GROWTH, w] * later
-    spoken_for = loads[layout.LOAD_PREFILL, w] / block_size + growth
+    spoken_for = loads[layout.LOAD_PREFILL, w] * (1.0 / block_size) + growth
     displaced = more + spoken_for - loads[layout.LOAD_FREE, w]
     displaced = displaced if displaced < more else more
     block_s = token_s * block_size
@@ -338,43 +339,41 @@ def price(p: Floats, loads: Floats, held: Counts, active: Counts, terms: Floats)
 @kernel
 def mask_ineligible(p: Floats, loads: Floats, terms: Floats) -> None:
     """Set the total to infinity where the request may not go."""
-    rows, only = p[P_NEW_ROWS], p[P_ONLY]
+    rows, only, width = p[P_NEW_ROWS], p[P_ONLY], int(p[P_WIDTH])
     needed = max(1.0, p[P_NEEDED_BLOCKS])
-    busy_ratio = p[P_BUSY_RATIO] if p[P_MAY_WAIT] > 0 else np.inf
-    for w in range(int(p[P_WIDTH])):
-        rows_there = loads[layout.LOAD_ROWS, w] + loads[layout.LOAD_EXTRA_ROWS, w]
-        limit = loads[layout.LOAD_MAX_ROWS, w] * busy_ratio
-        # One larger than the limit goes where nothing runs, or it would wait for ever.
-        is_busy = (
-            (rows_there > 0) & (loads[layout.LOAD_MAX_ROWS, w] > 0) & (rows_there + rows > limit)
-        )
+    for w in range(width):
         fits = loads[layout.LOAD_ROOM, w] >= needed
-        terms[TERM_TOTAL, w] = terms[TERM_TOTAL, w] if fits & ~is_busy else np.inf
+        terms[TERM_TOTAL, w] = terms[TERM_TOTAL, w] if fits else np.inf
+    if p[P_MAY_WAIT] > 0.0:
+        for w in range(width):
+            rows_there = loads[layout.LOAD_ROWS, w] + loads[layout.LOAD_EXTRA_ROWS, w]
+            most = loads[layout.LOAD_MAX_ROWS, w]
+            # One larger than the limit goes where nothing runs, or it would wait for ever.
+            is_busy = (rows_there > 0) & (most > 0) & (rows_there + rows > most * p[P_BUSY_RATIO])
+            terms[TERM_TOTAL, w] = np.inf if is_busy else terms[TERM_TOTAL, w]
     if only >= 0:
-        for w in range(int(p[P_WIDTH])):
+        for w in range(width):
             if w != only:
                 terms[TERM_TOTAL, w] = np.inf
 
 
 @kernel
-def cheapest_of(p: Floats, loads: Floats, terms: Floats, after: float) -> int:
-    """The cheapest of the workers that are new beyond `after`; -1 if it may go to none of them.
+def cheapest_of(p: Floats, loads: Floats, totals: Floats) -> int:
+    """The worker whose total is least, -1 if none is finite.
 
     Of equally cheap ones the one chosen longest ago, then the lowest slot.
     """
     width = int(p[P_WIDTH])
     least, since, best = np.float32(np.inf), np.inf, width
     for w in range(width):
-        is_new = loads[layout.LOAD_WARM_AT, w] > after
-        least = lesser(terms[TERM_TOTAL, w] if is_new else np.float32(np.inf), least)
+        least = lesser(totals[w], least)
     if least == np.inf:
         return -1
     for w in range(width):
-        is_least = (terms[TERM_TOTAL, w] == least) & (loads[layout.LOAD_WARM_AT, w] > after)
-        since = lesser(loads[layout.LOAD_CHOSEN, w] if is_least else np.inf, since)
+        since = lesser(loads[layout.LOAD_CHOSEN, w] if totals[w] == least else np.inf, since)
     for w in range(width):
-        is_least = (terms[TERM_TOTAL, w] == least) & (loads[layout.LOAD_WARM_AT, w] > after)
-        at = w if is_least & (loads[layout.LOAD_CHOSEN, w] == since) else width
+        is_best = (totals[w] == least) & (loads[layout.LOAD_CHOSEN, w] == since)
+        at = w if is_best else width
         best = at if at < best else best
     return best
 
@@ -389,7 +388,7 @@ def choose(p: Floats, loads: Floats, held: Counts, active: Counts, terms: Floats
     if p[P_POLICY] != COST:
         other_policies(p, loads, held, active, terms)
     mask_ineligible(p, loads, terms)
-    cheapest = cheapest_of(p, loads, terms, -np.inf)
+    cheapest = cheapest_of(p, loads, terms[TERM_TOTAL])
     if cheapest < 0:
         return -1
     most = np.float32(0.0)
@@ -398,5 +397,7 @@ def choose(p: Floats, loads: Floats, held: Counts, active: Counts, terms: Floats
         most = greater(terms[TERM_OVERLAP, w] if may_go else np.float32(0.0), most)
     p[P_BEST_OVERLAP] = most
     if p[P_TEMPERATURE] > 0.0 or p[P_POLICY] == RANDOM:
-        return draw_one(p, terms, terms[TERM_TOTAL, cheapest])
+        cheapest = draw_one(p, terms, terms[TERM_TOTAL, cheapest])
+    for term in range(NUM_TERMS):
+        p[P_CHOSEN + term] = terms[term, cheapest]
     return cheapest
