@@ -224,7 +224,7 @@ class Fleet:
     def predict(self, member: Member, waypoints: Hashes, num_blocks: int, now: float) -> None:
         """Predict that `member` will hold a prompt, if its events don't arrive."""
         has_events = member.lease.kv_events and self._kv_events
-        if not has_events or self.members.is_held or member.expires_at <= now:
+        if not has_events or self.members.is_held or self.members.has_run_out(member, now):
             self.predictions.add(
                 member.slot, waypoints, num_blocks, capacity=member.lease.num_blocks, now=now
             )

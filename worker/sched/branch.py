@@ -50,7 +50,6 @@ JobCommand: TypeAlias = Prefill | Generate | Fork
 """The commands that begin branches."""
 
 _NOTHING = Continuation(Sampling(), Limits(0))  # of a prefill, which draws nothing
-_NO_SCORES: list[TokenLogprobs] = []
 
 
 class CapsuleState(NamedTuple):
@@ -151,7 +150,7 @@ class Job:
         self.session: Account  # from `Scheduler.add` on
         self.matchers = matchers
         self.draws, self.is_scoring = True, False
-        self.scores = _NO_SCORES
+        self.scores: list[TokenLogprobs] = []
         match command:
             case Fork():
                 self.num_branches = len(command.suffixes)
@@ -159,7 +158,7 @@ class Job:
             case Generate():
                 self.num_branches, drawn = command.n, command.drawn
                 start = Continuation(command.sampling, command.limits, command.first_branch, drawn)
-                self.is_scoring, self.scores = command.prompt_logprobs >= 0, []
+                self.is_scoring = command.prompt_logprobs >= 0
             case Prefill():
                 self.num_branches, self.draws, start = 1, False, _NOTHING
         self.start = start = resumed or start
