@@ -25,7 +25,7 @@ from typing import Any, Final
 
 from bench import ROOT, TRACES
 from bench.doubles.workloads import forks
-from bench.measure import last_line, rounded
+from bench.measure import last_line, machine, rounded
 from bench.mocker import scenes
 from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.replay.result import Result
@@ -189,7 +189,7 @@ def main(args: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         report = measure(given, folder)
     print("\n".join(table(report)))
-    print(json.dumps(rounded(report)))
+    print(json.dumps(rounded(report) | machine()))
 
 
 if __name__ == "__main__":
