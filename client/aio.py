@@ -287,9 +287,6 @@ class AsyncAsking(ABC):
         data = read_as(await self._send(call), CapsuleData)
         return AsyncCapsule(self, data, is_open=is_open, cache_salt=call.cache_salt)
 
-    def _restore(self, capsule: str, params: Mapping[str, Any]) -> "AsyncBranches":
-        return self._open(calls.restore(capsule, self._params(params)))
-
     def _fork(
         self, capsule: str, branches: calls.Forks, params: Mapping[str, Any]
     ) -> "AsyncBranches":
@@ -652,7 +649,7 @@ class AsyncForking(ABC):
         prompt's capsule.
         """
         client, capsule, salt = self._origin()
-        return client._restore(capsule, {"cache_salt": salt, **params})
+        return client._open(calls.restore(capsule, client._params({"cache_salt": salt, **params})))
 
     def pin(self, *, ttl_s: float | None = None) -> "PendingCapsule":
         """Keep it until it is deleted or unused for `ttl_s`: of a branch the capsule where it ended.
@@ -856,7 +853,7 @@ class AsyncBranch(BranchState, AsyncForking):
         Raises UnknownBranch if it is over; then `fork` and `restore` continue where it ended.
         """
         params = {"branch": self.index, "ttl_s": ttl_s, "cache_salt": self.cache_salt}
-        call = calls.of_request(self._request, "capsules", params)
+        call = calls.of_request(self.need_request(), "capsules", params)
         return self._asking._capsule(call, is_open=False)
 
     async def inject(self, suffix: calls.Suffix, *, mode: calls.InjectMode = "append") -> int:
@@ -866,7 +863,7 @@ class AsyncBranch(BranchState, AsyncForking):
         injected is dropped. Raises UnknownBranch if the branch is over.
         """
         params = {"suffix": suffix, "mode": mode, "cache_salt": self.cache_salt}
-        call = calls.of_request(self._request, f"branches/{self.index}/inject", params)
+        call = calls.of_request(self.need_request(), f"branches/{self.index}/inject", params)
         return int((await self._asking._send(call))["at"])
 
     async def prune(self) -> bool:
@@ -883,18 +880,13 @@ class AsyncBranch(BranchState, AsyncForking):
     async def _among(self, verb: str, **more: Any) -> bool:
         """Change this branch alone; whether it was still running."""
         params = {"branches": [self.index], "cache_salt": self.cache_salt, **more}
-        call = calls.of_request(self._request, verb, params)
+        call = calls.of_request(self.need_request(), verb, params)
         return self.index in (await self._asking._send(call))["branches"]
 
     @property
     def _asking(self) -> AsyncAsking:
         assert self.client is not None
         return self.client
-
-    @property
-    def _request(self) -> str:
-        assert self.request_id is not None, "it was not begun"
-        return self.request_id
 
 
 class AsyncBranches(AsyncListed["AsyncBranch"]):

@@ -173,6 +173,11 @@ class BranchState:
             raise NoCapsule(self.index, self.finish_reason)
         return self.capsule
 
+    def need_request(self) -> str:
+        """The request that it is a branch of."""
+        assert self.request_id is not None, "it was not begun"
+        return self.request_id
+
     def __repr__(self) -> str:
         shown = self.text if len(self.text) <= 60 else self.text[:59] + "…"
         names = ("finish_reason", "worker", "capsule", "cached_tokens", "prefill_tokens")
