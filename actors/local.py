@@ -32,7 +32,7 @@ APP_NAME = "mallee"
 START_TIMEOUT_S = 180.0
 CLOSE_TIMEOUT_S = 20.0
 DRAIN_MARGIN_S = 5.0
-REMOVE_TIMEOUT_S = 2.0
+REMOVE_TIMEOUT_S = 5.0
 LOOK_S = 0.1
 TELL_S = 5.0
 NICENESS = "RAY_worker_niceness"
@@ -120,13 +120,8 @@ class LocalStack:
         _end_idle_helpers()
         check_gpus(self.config)
         # Gateways listen on the same address as the proxy: with HAProxy on every one by default.
-        listen = {
-            "host": self._host,
-            "port": self._port,
-            "keep_alive_timeout_s": KEEP_ALIVE_S,
-        }
         try:
-            serve.start(http_options=listen, logging_config={"log_level": "ERROR"})
+            start_serve(self._host, self._port)
         except RayError as error:
             raise ConfigError(
                 f"{self.proxy} did not start at {self.base_url}: try again where the machine is busy, or set"
@@ -147,14 +142,7 @@ class LocalStack:
             self._is_up = False
             self._stop()
         self._environment.restore()
-        self._remove_folder()
-
-    def _remove_folder(self) -> None:
-        """Ray's processes may write into it for a moment after they were ended."""
-        deadline = time.monotonic() + REMOVE_TIMEOUT_S
-        while self._folder.exists() and time.monotonic() < deadline:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            time.sleep(0.05)
+        remove_folder(self._folder)
 
     def _stop(self) -> None:
         import ray
@@ -217,13 +205,11 @@ class LocalStack:
             self._tell(f"waiting for {part}, {now - self._begun:.0f} s so far ...")
 
     def _wait(self) -> None:
-        """Wait until the gateway is well: its answer to a caller without a key says no more."""
+        """Wait until the gateway is well."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
-            with suppress(httpx.HTTPError, ValueError):
-                answer = httpx.get(f"{self.base_url}/health", timeout=5.0, trust_env=False)
-                if answer.json().get("status") == "ok":
-                    return
+            if is_well(self.base_url):
+                return
             self._tell_wait("workers to register")
             time.sleep(LOOK_S)
         raise NoWorker(
@@ -241,6 +227,30 @@ def check_gpus(config: AppConfig) -> None:
             f"workers={config.workers} ask for {wanted:g} GPUs (ray.worker_gpus={config.worker_gpus:g}), and"
             f" Ray finds {there:g} on this machine: fewer workers, a fraction each, or engine.device: cpu"
         )
+
+
+def start_serve(host: str, port: int, **options: Any) -> None:
+    """Start Ray Serve with its entry there. Raises RayError."""
+    from ray import serve
+
+    http: dict[str, Any] = {"host": host, "port": port, "keep_alive_timeout_s": KEEP_ALIVE_S}
+    serve.start(http_options=http, logging_config={"log_level": "ERROR"}, **options)
+
+
+def is_well(url: str) -> bool:
+    """Whether a gateway is: its answer to a caller without a key says no more."""
+    with suppress(httpx.HTTPError, ValueError):
+        answer = httpx.get(f"{url}/health", timeout=5.0, trust_env=False)
+        return bool(answer.json().get("status") == "ok")
+    return False
+
+
+def remove_folder(folder: Path) -> None:
+    """Ray's processes may write into it for a moment after they were ended."""
+    deadline = time.monotonic() + REMOVE_TIMEOUT_S
+    while folder.exists() and time.monotonic() < deadline:
+        shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(0.05)
 
 
 @contextmanager

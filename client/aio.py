@@ -4,7 +4,6 @@ A class without a twin in `sync` lives in a module of its own, beside its synchr
 their `Async`, and the rest of an import stays.
 """
 
-import copy
 import time
 import warnings
 import weakref
@@ -15,7 +14,6 @@ from collections.abc import (
     Callable,
     Coroutine,
     Generator,
-    Iterator,
     Mapping,
     Sequence,
 )
@@ -29,16 +27,12 @@ import msgspec
 from mallee.client import calls, files, sessions
 from mallee.client.base import (
     CUT_WAIT_S,
-    DEFAULT_MAX_RETRIES,
-    DEFAULT_TIMEOUT_S,
-    DEFAULT_URL,
     DELETE_TIMEOUT_S,
     NO_HEADERS,
     READY_S,
     AsyncListed,
-    connections,
+    Connected,
     failing_as,
-    openai_options,
     ready_waits,
     retry_after_s,
     spelled,
@@ -47,12 +41,10 @@ from mallee.client.base import (
 from mallee.client.calls import Call
 from mallee.client.critic import AsyncCritic, AsyncScore
 from mallee.client.errors import ConnectionFailed, StreamBroken, Timeout, from_body
-from mallee.client.html import tree_html
 from mallee.client.results import (
     BranchEvent,
     BranchState,
-    StreamReader,
-    Usage,
+    CapsuleState,
     read_answer,
     read_as,
     read_health,
@@ -70,7 +62,6 @@ if TYPE_CHECKING:  # httpx costs 100 ms to import: loaded by the first client, n
 
     import httpx
 
-    from mallee.client.base import OpenAIClient
     from mallee.client.graphs.builder import Graph
     from mallee.client.graphs.running import AsyncGraphRun
     from mallee.client.searches.local import AsyncValue, LogprobScore
@@ -296,9 +287,6 @@ class AsyncAsking(ABC):
         data = read_as(await self._send(call), CapsuleData)
         return AsyncCapsule(self, data, is_open=is_open, cache_salt=call.cache_salt)
 
-    def _restore(self, capsule: str, params: Mapping[str, Any]) -> "AsyncBranches":
-        return self._open(calls.restore(capsule, self._params(params)))
-
     def _fork(
         self, capsule: str, branches: calls.Forks, params: Mapping[str, Any]
     ) -> "AsyncBranches":
@@ -306,7 +294,7 @@ class AsyncAsking(ABC):
 
 
 @spelled
-class AsyncMallee(AsyncAsking):
+class AsyncMallee(Connected["httpx.AsyncClient"], AsyncAsking):
     """A client of one service, and a context manager.
 
     The asynchronous one is for one event loop, the other for any number of threads; each stream is for one.
@@ -319,64 +307,11 @@ class AsyncMallee(AsyncAsking):
     ConfigError for a proxy of the environment that can't be used. Loopback is reached without one.
     """
 
-    def __init__(
-        self,
-        base_url: str = DEFAULT_URL,
-        *,
-        api_key: str | None = None,
-        model: str | None = None,
-        timeout: "float | httpx.Timeout | None" = DEFAULT_TIMEOUT_S,
-        max_retries: int = DEFAULT_MAX_RETRIES,
-        default_headers: Mapping[str, str] = NO_HEADERS,
-        http_client: "httpx.AsyncClient | None" = None,
-        session: str | bool = False,
-    ) -> None:
+    @staticmethod
+    def _kind() -> "type[httpx.AsyncClient]":
         import httpx
 
-        if not isinstance(http_client, httpx.AsyncClient | None):
-            remedy = f"give httpx's {httpx.AsyncClient.__name__}"
-            raise InvalidParameter("http_client", type(http_client).__name__, remedy)
-        self.base_url = calls.checked_url(base_url)
-        self.model = model
-        self.session_name = sessions.made_up() if session is True else session or None
-        self.timeout = timeout
-        self.max_retries = calls.checked_retries(max_retries)
-        self._headers = {"Content-Type": "application/json", **default_headers}
-        if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
-        self._given = http_client
-        self._http = http_client or connections(httpx.AsyncClient, self.base_url)
-        self._is_owner = http_client is None
-
-    @classmethod
-    def from_openai(
-        cls,
-        client: "OpenAIClient",
-        *,
-        model: str | None = None,
-        http_client: "httpx.AsyncClient | None" = None,
-    ) -> "AsyncMallee":
-        """A client of the service that OpenAI's client speaks to, with its key, time limit and retries.
-
-        Its connections are its own. Raises InvalidParameter for another kind of client.
-        """
-        return cls(**openai_options(client), model=model, http_client=http_client)
-
-    def with_options(
-        self,
-        *,
-        model: str | None = None,
-        timeout: "float | httpx.Timeout | None" = None,
-        max_retries: int | None = None,
-    ) -> Self:
-        """This client with other options, over the same connections, which this one closes."""
-        other = copy.copy(self)
-        other._is_owner = False
-        other.model = self.model if model is None else model
-        other.timeout = self.timeout if timeout is None else timeout
-        if max_retries is not None:
-            other.max_retries = calls.checked_retries(max_retries)
-        return other
+        return httpx.AsyncClient
 
     async def __aenter__(self) -> Self:
         return self
@@ -391,10 +326,6 @@ class AsyncMallee(AsyncAsking):
         """Close the connections. Capsules stay where they are."""
         if self._is_owner:
             await self._http.aclose()
-
-    def __repr__(self) -> str:
-        model = "" if self.model is None else f", model={self.model!r}"
-        return f"{type(self).__name__}({self.base_url!r}{model})"
 
     async def health(self) -> dict[str, Any]:
         """The service's own account of itself, also when it is unavailable."""
@@ -718,7 +649,19 @@ class AsyncForking(ABC):
         prompt's capsule.
         """
         client, capsule, salt = self._origin()
-        return client._restore(capsule, {"cache_salt": salt, **params})
+        return client._open(calls.restore(capsule, client._params({"cache_salt": salt, **params})))
+
+    def pin(self, *, ttl_s: float | None = None) -> "PendingCapsule":
+        """Keep it until it is deleted or unused for `ttl_s`: of a branch the capsule where it ended.
+
+        Raises NoCapsule, CapsulesFull.
+        """
+        return self._changed("pin", is_open=self.is_open, ttl_s=ttl_s)
+
+    def _changed(self, verb: str, *, is_open: bool, **params: Any) -> "PendingCapsule":
+        client, capsule, salt = self._origin()
+        call = calls.change(capsule, verb, {**params, "cache_salt": salt})
+        return client._capsule(call, is_open=is_open)
 
     def _need_closed(self, param: str, value: object) -> None:
         if self.is_open:
@@ -730,33 +673,14 @@ class AsyncForking(ABC):
 
 
 @spelled
-class AsyncCapsule(AsyncForking):
+class AsyncCapsule(CapsuleState, AsyncForking):
     """A prompt's state on its worker, or a branch's.
 
     As a context manager it is kept inside the block, and deleted at its end, come what may. `is_open`: its
     conversation ends after its last message, not where an answer begins.
     """
 
-    def __init__(
-        self,
-        client: AsyncAsking,
-        data: CapsuleData,
-        *,
-        is_open: bool,
-        cache_salt: str | None = None,
-    ) -> None:
-        self._client = client
-        self._cache_salt = cache_salt
-        self.id = data.id
-        self.worker = data.worker
-        self.tokens = data.tokens
-        self.model = data.model
-        self.prefill_tokens, self.cached_tokens = (
-            num if isinstance(num, int) else None
-            for num in (data.prefill_tokens, data.cached_tokens)
-        )
-        self.is_open = is_open
-        self.data = data
+    _client: AsyncAsking
 
     async def wait(self, *, timeout: float = READY_S) -> Self:  # noqa: ASYNC109
         """Return once it is computed. Raises what its prefill failed by, Timeout after so many seconds."""
@@ -822,10 +746,6 @@ class AsyncCapsule(AsyncForking):
         """A capsule of the first `to` tokens; this one stays as it is."""
         return self._changed("rewind", is_open=False, to=to, ttl_s=ttl_s)
 
-    def pin(self, *, ttl_s: float | None = None) -> "PendingCapsule":
-        """Keep it until it is deleted or unused for `ttl_s`. Raises CapsulesFull."""
-        return self._changed("pin", is_open=self.is_open, ttl_s=ttl_s)
-
     def unpin(self) -> "PendingCapsule":
         """Keep it only while there is room."""
         call = calls.of_capsule("DELETE", self.id, self._cache_salt, "/pin")
@@ -841,10 +761,6 @@ class AsyncCapsule(AsyncForking):
     def promote(self) -> "PendingCapsule":
         """Bring it back to the device ahead of its next fork. Returns once it is there."""
         return self._changed("promote", is_open=self.is_open)
-
-    def _changed(self, verb: str, *, is_open: bool, **params: Any) -> "PendingCapsule":
-        call = calls.change(self.id, verb, {**params, "cache_salt": self._cache_salt})
-        return self._client._capsule(call, is_open=is_open)
 
     async def prune(self) -> list[str]:
         """Cancel all that went on from it, and forget the capsules that this left; returns their requests."""
@@ -892,9 +808,6 @@ class AsyncCapsule(AsyncForking):
             with suppress(*((UnknownCapsule,) if kind is None else (MalleeError, RuntimeError))):
                 await self._client._send(call, limit_s=DELETE_TIMEOUT_S, max_retries=0)
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.id!r}, worker={self.worker!r}, tokens={self.tokens})"
-
 
 class PendingCapsule:
     """A capsule that is requested when awaited, or by `async with`, which also deletes it."""
@@ -934,23 +847,13 @@ class AsyncBranch(BranchState, AsyncForking):
     def _origin(self) -> "tuple[AsyncAsking, str, str | None]":
         return self._asking, self.need_capsule(), self.cache_salt
 
-    def pin(self, *, ttl_s: float | None = None) -> PendingCapsule:
-        """The capsule where the branch ended, kept as `AsyncCapsule.pin` does.
-
-        Raises NoCapsule, CapsulesFull.
-        """
-        params = {"ttl_s": ttl_s, "cache_salt": self.cache_salt}
-        return self._asking._capsule(
-            calls.change(self.need_capsule(), "pin", params), is_open=False
-        )
-
     def capture(self, *, ttl_s: float | None = None) -> PendingCapsule:
         """A capsule of the running branch at its next token; it goes on as if nothing had happened.
 
         Raises UnknownBranch if it is over; then `fork` and `restore` continue where it ended.
         """
         params = {"branch": self.index, "ttl_s": ttl_s, "cache_salt": self.cache_salt}
-        call = calls.of_request(self._request, "capsules", params)
+        call = calls.of_request(self.need_request(), "capsules", params)
         return self._asking._capsule(call, is_open=False)
 
     async def inject(self, suffix: calls.Suffix, *, mode: calls.InjectMode = "append") -> int:
@@ -960,7 +863,7 @@ class AsyncBranch(BranchState, AsyncForking):
         injected is dropped. Raises UnknownBranch if the branch is over.
         """
         params = {"suffix": suffix, "mode": mode, "cache_salt": self.cache_salt}
-        call = calls.of_request(self._request, f"branches/{self.index}/inject", params)
+        call = calls.of_request(self.need_request(), f"branches/{self.index}/inject", params)
         return int((await self._asking._send(call))["at"])
 
     async def prune(self) -> bool:
@@ -977,18 +880,13 @@ class AsyncBranch(BranchState, AsyncForking):
     async def _among(self, verb: str, **more: Any) -> bool:
         """Change this branch alone; whether it was still running."""
         params = {"branches": [self.index], "cache_salt": self.cache_salt, **more}
-        call = calls.of_request(self._request, verb, params)
+        call = calls.of_request(self.need_request(), verb, params)
         return self.index in (await self._asking._send(call))["branches"]
 
     @property
     def _asking(self) -> AsyncAsking:
         assert self.client is not None
         return self.client
-
-    @property
-    def _request(self) -> str:
-        assert self.request_id is not None, "it was not begun"
-        return self.request_id
 
 
 class AsyncBranches(AsyncListed["AsyncBranch"]):
@@ -1000,30 +898,14 @@ class AsyncBranches(AsyncListed["AsyncBranch"]):
     """
 
     def __init__(self, client: AsyncAsking, call: Call) -> None:
-        self.branches: dict[int, AsyncBranch] = {}
-        self.total_ms: float | None = None
+        super().__init__(client.base_url + call.path, call)
         self._client = client
-        self._call = call
-        self._url = client.base_url + call.path
-        self._began = 0.0
-        self._parser = SseParser()
-        self._reader = StreamReader(self._url)
-        self._num_read = 0  # bytes
-        self._num_known = 0  # of the next bytes: read before the stream was cut
         self._response: httpx.Response | None = None
-        self._error: MalleeError | None = None  # of the stream
         # Made when it is asked for: until then nothing but its user holds this one.
         self._events: AsyncGenerator[BranchEvent, None] | None = None
 
-    @property
-    def request_id(self) -> str | None:
-        """The request's id on the server; None until the first event."""
-        return self._reader.request_id
-
-    @property
-    def usage(self) -> Usage | None:
-        """Tokens of the request, all branches together; None until the last has ended."""
-        return self._reader.usage
+    def _branch(self, index: int) -> AsyncBranch:
+        return AsyncBranch(index, client=self._client, cache_salt=self._call.cache_salt)
 
     async def events(self) -> AsyncGenerator[BranchEvent, None]:
         """New text, reasoning and calls of the branches as they arrive, and their ends."""
@@ -1140,39 +1022,3 @@ class AsyncBranches(AsyncListed["AsyncBranch"]):
     async def _drop(self) -> None:
         if self._response is not None:
             await self._response.aclose()
-
-    def _take(self, chunk: bytes) -> Iterator[BranchEvent]:
-        """Events in `chunk`, each added to its branch. Raises the server's error, StreamBroken."""
-        fresh = chunk[self._num_known :]
-        self._num_known -= len(chunk) - len(fresh)
-        self._num_read += len(fresh)
-        for data in self._parser.feed(fresh):
-            for event in self._reader.read(data):
-                branch = self.branches.get(event.index)
-                if branch is None:
-                    salt = self._call.cache_salt
-                    branch = AsyncBranch(event.index, client=self._client, cache_salt=salt)
-                    branch.request_id, branch.form = self._reader.request_id, self._call.form
-                    self.branches[event.index] = branch
-                branch.take(event, self._elapsed_ms())
-                yield event
-
-    def _end(self) -> None:
-        """End the stream. Raises StreamBroken if it broke off."""
-        self._reader.end()
-        self.total_ms = self._elapsed_ms()
-        for branch in self.branches.values():
-            branch.usage = self._reader.usage
-
-    def _elapsed_ms(self) -> float:
-        return 1000 * (time.perf_counter() - self._began)
-
-    def _repr_html_(self) -> str:
-        """The tree of its branches, as notebooks show it."""
-        return tree_html(f"{type(self).__name__} {self.request_id or ''}", self.branches)
-
-    def __repr__(self) -> str:
-        ended = sum(branch.finish_reason is not None for branch in self.branches.values())
-        num = max(calls.num_branches(self._call), len(self.branches))
-        known = "".join(f", {self.branches[index]!r}" for index in sorted(self.branches))
-        return f"{type(self).__name__}({self.request_id!r}, {ended} of {num} ended{known})"

@@ -1,5 +1,6 @@
-"""Options of both clients, waits before another try, errors of connections, and lists of branches."""
+"""Parts of both clients that wait for nothing: options, waits, errors of connections, and branches."""
 
+import copy
 import inspect
 import re
 import sys
@@ -8,11 +9,15 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, get_args, overload
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias, TypeVar, get_args, overload
 
+from mallee.client.calls import Call, checked_retries, checked_url, num_branches
 from mallee.client.errors import NO_END, ConnectionFailed, StreamBroken, Timeout
-from mallee.client.results import told_wait_s
-from mallee.protocol.errors import ConfigError, InvalidParameter
+from mallee.client.html import tree_html
+from mallee.client.results import BranchEvent, BranchState, StreamReader, Usage, told_wait_s
+from mallee.client.sessions import made_up
+from mallee.client.sse import SseParser
+from mallee.protocol.errors import ConfigError, InvalidParameter, MalleeError
 
 if TYPE_CHECKING:  # httpx costs 100 ms to import: loaded by the first client, not by the import
     import httpx
@@ -30,7 +35,7 @@ READY_WAIT_S = 0.05  # between two questions for a capsule that is computing, an
 MAX_READY_WAIT_S = 1.0  # up to this
 READY_S = 600.0  # for a capsule to be computed
 CUT_WAIT_S = 0.25  # after a cut connection, until the request is sent again
-B = TypeVar("B")
+B = TypeVar("B", bound=BranchState)
 C = TypeVar("C", bound="httpx.Client | httpx.AsyncClient")
 T = TypeVar("T")
 _FULL = ("capsules_full", "tier_full", "storage_full")  # that a short wait doesn't change
@@ -120,6 +125,77 @@ def openai_options(client: "OpenAIClient") -> dict[str, Any]:
     return {**options, "base_url": str(client.base_url), "timeout": limit_s}
 
 
+class Connected(Generic[C]):
+    """A client of one service: its options, and the connections that it makes or is given."""
+
+    def __init__(
+        self,
+        base_url: str = DEFAULT_URL,
+        *,
+        api_key: str | None = None,
+        model: str | None = None,
+        timeout: "float | httpx.Timeout | None" = DEFAULT_TIMEOUT_S,
+        max_retries: int = DEFAULT_MAX_RETRIES,
+        default_headers: Mapping[str, str] = NO_HEADERS,
+        http_client: C | None = None,
+        session: str | bool = False,
+    ) -> None:
+        kind = self._kind()
+        if not isinstance(http_client, kind | None):
+            remedy = f"give httpx's {kind.__name__}"
+            raise InvalidParameter("http_client", type(http_client).__name__, remedy)
+        self.base_url = checked_url(base_url)
+        self.model = model
+        self.session_name = made_up() if session is True else session or None
+        self.timeout = timeout
+        self.max_retries = checked_retries(max_retries)
+        self._headers = {"Content-Type": "application/json", **default_headers}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._given = http_client
+        self._http = http_client or connections(kind, self.base_url)
+        self._is_owner = http_client is None
+
+    @classmethod
+    def from_openai(
+        cls,
+        client: "OpenAIClient",
+        *,
+        model: str | None = None,
+        http_client: C | None = None,
+    ) -> Self:
+        """A client of the service that OpenAI's client speaks to, with its key, time limit and retries.
+
+        Its connections are its own. Raises InvalidParameter for another kind of client.
+        """
+        return cls(**openai_options(client), model=model, http_client=http_client)
+
+    def with_options(
+        self,
+        *,
+        model: str | None = None,
+        timeout: "float | httpx.Timeout | None" = None,
+        max_retries: int | None = None,
+    ) -> Self:
+        """This client with other options, over the same connections, which this one closes."""
+        other = copy.copy(self)
+        other._is_owner = False
+        other.model = self.model if model is None else model
+        other.timeout = self.timeout if timeout is None else timeout
+        if max_retries is not None:
+            other.max_retries = checked_retries(max_retries)
+        return other
+
+    @staticmethod
+    @abstractmethod
+    def _kind() -> type[C]:
+        """httpx's class, which is imported when a client is made."""
+
+    def __repr__(self) -> str:
+        model = "" if self.model is None else f", model={self.model!r}"
+        return f"{type(self).__name__}({self.base_url!r}{model})"
+
+
 def spelled(kind: type[T]) -> type[T]:
     """`kind`, whose methods show `help` and editors the keywords behind their `**params`."""
     for method in filter(inspect.isfunction, vars(kind).values()):
@@ -135,7 +211,71 @@ def spelled(kind: type[T]) -> type[T]:
     return kind
 
 
-class Listed(Sequence[B]):
+class Received(Generic[B]):
+    """The branches of one request, as far as they have come. `branches`: by index."""
+
+    def __init__(self, url: str, call: Call) -> None:
+        self.branches: dict[int, B] = {}
+        self.total_ms: float | None = None
+        self._call = call
+        self._url = url
+        self._began = 0.0
+        self._parser = SseParser()
+        self._reader = StreamReader(url)
+        self._num_read = 0  # bytes
+        self._num_known = 0  # of the next bytes: read before the stream was cut
+        self._error: MalleeError | None = None  # of the stream
+
+    @abstractmethod
+    def _branch(self, index: int) -> B:
+        """A branch of which nothing has come."""
+
+    @property
+    def request_id(self) -> str | None:
+        """The request's id on the server; None until the first event."""
+        return self._reader.request_id
+
+    @property
+    def usage(self) -> Usage | None:
+        """Tokens of the request, all branches together; None until the last has ended."""
+        return self._reader.usage
+
+    def _take(self, chunk: bytes) -> Iterator[BranchEvent]:
+        """Events in `chunk`, each added to its branch. Raises the server's error, StreamBroken."""
+        fresh = chunk[self._num_known :]
+        self._num_known -= len(chunk) - len(fresh)
+        self._num_read += len(fresh)
+        for data in self._parser.feed(fresh):
+            for event in self._reader.read(data):
+                branch = self.branches.get(event.index)
+                if branch is None:
+                    branch = self.branches[event.index] = self._branch(event.index)
+                    branch.request_id, branch.form = self._reader.request_id, self._call.form
+                branch.take(event, self._elapsed_ms())
+                yield event
+
+    def _end(self) -> None:
+        """End the stream. Raises StreamBroken if it broke off."""
+        self._reader.end()
+        self.total_ms = self._elapsed_ms()
+        for branch in self.branches.values():
+            branch.usage = self._reader.usage
+
+    def _elapsed_ms(self) -> float:
+        return 1000 * (time.perf_counter() - self._began)
+
+    def _repr_html_(self) -> str:
+        """The tree of its branches, as notebooks show it."""
+        return tree_html(f"{type(self).__name__} {self.request_id or ''}", self.branches)
+
+    def __repr__(self) -> str:
+        ended = sum(branch.finish_reason is not None for branch in self.branches.values())
+        num = max(num_branches(self._call), len(self.branches))
+        known = "".join(f", {self.branches[index]!r}" for index in sorted(self.branches))
+        return f"{type(self).__name__}({self.request_id!r}, {ended} of {num} ended{known})"
+
+
+class Listed(Received[B], Sequence[B]):
     """Branches of a client that blocks, as the list of them finished. Dropped before their end, they end."""
 
     _events: Any
@@ -166,7 +306,7 @@ class Listed(Sequence[B]):
             threading.Thread(target=response.close, name="dropped", daemon=True).start()
 
 
-class AsyncListed(ABC, Generic[B]):
+class AsyncListed(Received[B], ABC):
     """Branches of an asynchronous client, awaited as the list of them finished, or iterated as that."""
 
     @abstractmethod

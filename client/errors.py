@@ -41,7 +41,7 @@ class ConnectionFailed(MalleeError):
 
     def __init__(self, url: str, reason: str) -> None:
         text = f"no answer from {url} ({reason}); is `mallee serve` running there?"
-        super().__init__(text, url=url, reason=reason)
+        super().__init__(text)
 
 
 class StreamBroken(MalleeError):
@@ -54,7 +54,7 @@ class StreamBroken(MalleeError):
 
     def __init__(self, url: str, reason: str = NO_END) -> None:
         text = f"the stream from {url} broke off ({reason}); send the request again"
-        super().__init__(text, url=url, reason=reason)
+        super().__init__(text)
 
 
 class Timeout(MalleeError):
@@ -63,7 +63,7 @@ class Timeout(MalleeError):
     code = "timeout"
 
     def __init__(self, what: str, timeout_s: float, remedy: str) -> None:
-        super().__init__(f"{what} after {timeout_s:g} s; {remedy}", timeout_s=timeout_s)
+        super().__init__(f"{what} after {timeout_s:g} s; {remedy}")
 
 
 class NotParsed(MalleeError):
@@ -72,7 +72,7 @@ class NotParsed(MalleeError):
     code = "not_parsed"
 
     def __init__(self, index: int, reason: str) -> None:
-        super().__init__(f"branch {index} has no parsed value: {reason}", index=index)
+        super().__init__(f"branch {index} has no parsed value: {reason}")
 
 
 class NoCapsule(MalleeError):
@@ -87,9 +87,7 @@ class NoCapsule(MalleeError):
             reason = (
                 f"it ended with {finish_reason!r} and left no capsule (a stop string leaves none)"
             )
-        super().__init__(
-            f"branch {index} can't be forked: {reason}", index=index, finish_reason=finish_reason
-        )
+        super().__init__(f"branch {index} can't be forked: {reason}")
 
 
 class ToolFailed(MalleeError):
@@ -98,7 +96,7 @@ class ToolFailed(MalleeError):
     code = "tool_failed"
 
     def __init__(self, call: str, why: str) -> None:
-        super().__init__(f"tool {call!r} failed: {why}", call=call)
+        super().__init__(f"tool {call!r} failed: {why}")
 
 
 class ToolTimeout(MalleeError):
@@ -110,7 +108,7 @@ class ToolTimeout(MalleeError):
         text = (
             f"no result of tool {call!r} came in {timeout_s:g} s; answer sooner, or raise timeout_s"
         )
-        super().__init__(text, call=call, timeout_s=timeout_s)
+        super().__init__(text)
 
 
 class JournalFailed(MalleeError):
@@ -120,7 +118,7 @@ class JournalFailed(MalleeError):
 
     def __init__(self, path: str, reason: str) -> None:
         text = f"the journal {path!r} failed: {reason}; the graph ends, and what the journal has is not lost"
-        super().__init__(text, path=path, reason=reason)
+        super().__init__(text)
 
 
 def from_body(body: object, http_status: int, retry_after_s: float | None = None) -> MalleeError:

@@ -8,6 +8,7 @@ import msgspec
 
 from mallee.client.errors import ApiError, NoCapsule, NotParsed, StreamBroken, from_body
 from mallee.client.sse import DONE
+from mallee.protocol.api.capsules import NewCapsule
 from mallee.protocol.api.shared import WeightVersions
 from mallee.protocol.errors import MalleeError
 
@@ -172,12 +173,40 @@ class BranchState:
             raise NoCapsule(self.index, self.finish_reason)
         return self.capsule
 
+    def need_request(self) -> str:
+        """The request that it is a branch of."""
+        assert self.request_id is not None, "it was not begun"
+        return self.request_id
+
     def __repr__(self) -> str:
         shown = self.text if len(self.text) <= 60 else self.text[:59] + "…"
         names = ("finish_reason", "worker", "capsule", "cached_tokens", "prefill_tokens")
         values = ((name, getattr(self, name)) for name in names)
         known = "".join(f", {name}={value!r}" for name, value in values if value is not None)
         return f"{type(self).__name__}({self.index}, {shown!r}{known})"
+
+
+class CapsuleState:
+    """A capsule as the server has told of it, and the client that asks for it."""
+
+    def __init__(
+        self, client: Any, data: NewCapsule, *, is_open: bool, cache_salt: str | None = None
+    ) -> None:
+        self._client = client
+        self._cache_salt = cache_salt
+        self.id = data.id
+        self.worker = data.worker
+        self.tokens = data.tokens
+        self.model = data.model
+        self.prefill_tokens, self.cached_tokens = (
+            num if isinstance(num, int) else None
+            for num in (data.prefill_tokens, data.cached_tokens)
+        )
+        self.is_open = is_open
+        self.data = data
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.id!r}, worker={self.worker!r}, tokens={self.tokens})"
 
 
 class StreamReader:

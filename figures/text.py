@@ -37,3 +37,11 @@ def seconds(value: float) -> str:
         if value < limit:
             return number(value / size, unit)
     return number(value / 3600, "h")
+
+
+def time_unit(duration_s: float) -> tuple[float, str]:
+    """Seconds, minutes or hours, whichever reads well: the size of one, and its name."""
+    for limit, size, unit in ((300.0, 1.0, "s"), (3 * 3600.0, 60.0, "min")):
+        if duration_s <= limit:
+            return size, unit
+    return 3600.0, "h"

@@ -56,16 +56,9 @@ def _held(load: Load | None) -> dict[str, Any]:
 def _tiers(use: TierUse) -> dict[str, Any]:
     return {
         "block_nbytes": use.block_nbytes,
-        "blocks": {"host": use.host_blocks, "disk": use.disk_blocks},
+        "blocks": use.blocks,
         "held_blocks": use.host_held,
-        "moved_blocks": {
-            "offload": use.num_offloaded,
-            "park": use.num_parked,
-            "spill": use.num_spilled,
-            "fetch_host": use.num_fetched_host,
-            "fetch_disk": use.num_fetched_disk,
-            "fetch_peer": use.num_fetched_peer,
-        },
+        "moved_blocks": use.moved_blocks,
         "dropped_blocks": use.num_dropped,
         "declined_blocks": use.num_declined,
         "failed_moves": use.num_failed,

@@ -159,6 +159,23 @@ class TierUse(msgspec.Struct, frozen=True, array_like=True):
     disk_limit_nbytes: int = 0  # 0: there is no disk
     num_unreadable: int = 0  # capsules that it found on disk and could not take in
 
+    @property
+    def blocks(self) -> dict[str, int]:
+        """Those that lie there, by tier."""
+        return {"host": self.host_blocks, "disk": self.disk_blocks}
+
+    @property
+    def moved_blocks(self) -> dict[str, int]:
+        """Those moved so far, by the kind of the move."""
+        return {
+            "offload": self.num_offloaded,
+            "park": self.num_parked,
+            "spill": self.num_spilled,
+            "fetch_host": self.num_fetched_host,
+            "fetch_disk": self.num_fetched_disk,
+            "fetch_peer": self.num_fetched_peer,
+        }
+
 
 class KeptUse(msgspec.Struct, frozen=True, array_like=True):
     """Capsules that were asked for and lie in one tier, and their blocks, as if they shared none."""

@@ -50,23 +50,9 @@ _MOVE: Final = Label("move", ("offload", "park", "spill", "fetch_host", "fetch_d
 _DIRECTION: Final = Label("direction", ("borrowed", "lent"))
 
 
-def _lying(tiers: TierUse) -> dict[str, int]:
-    return {"host": tiers.host_blocks, "disk": tiers.disk_blocks}
-
-
-def _moved(tiers: TierUse) -> dict[str, int]:
-    return {
-        "offload": tiers.num_offloaded,
-        "park": tiers.num_parked,
-        "spill": tiers.num_spilled,
-        "fetch_host": tiers.num_fetched_host,
-        "fetch_disk": tiers.num_fetched_disk,
-        "fetch_peer": tiers.num_fetched_peer,
-    }
-
-
-def _nbytes(blocks: Callable[[TierUse], dict[str, int]]) -> Callable[[TierUse], dict[str, int]]:
-    return lambda tiers: {name: num * tiers.block_nbytes for name, num in blocks(tiers).items()}
+def _nbytes(blocks: str) -> Callable[[TierUse], dict[str, int]]:
+    read = attrgetter(blocks)
+    return lambda tiers: {name: num * tiers.block_nbytes for name, num in read(tiers).items()}
 
 
 def _kept(use: EngineUse) -> dict[str, int]:
@@ -238,8 +224,8 @@ _STATES: Final = (
     Reading("mallee_worker_evicted_states_total", "Of those, states that gave way.", "num_evicted"),
 )
 _TIERS: Final = (
-    Reading("mallee_worker_tier_blocks", "KV blocks below the device.", _lying, (_BELOW,)),
-    Reading("mallee_worker_tier_bytes", "The bytes of those.", _nbytes(_lying), (_BELOW,)),
+    Reading("mallee_worker_tier_blocks", "KV blocks below the device.", "blocks", (_BELOW,)),
+    Reading("mallee_worker_tier_bytes", "The bytes of those.", _nbytes("blocks"), (_BELOW,)),
     Reading(
         "mallee_worker_host_held_blocks",
         "KV blocks in host memory that capsules hold.",
@@ -259,10 +245,12 @@ _TIERS: Final = (
         "mallee_worker_moved_blocks_total",
         "KV blocks moved between tiers: `offload` (evicted to host memory), `park` (capsules"
         " to host memory), `spill` (to disk), and fetched from there or from other workers.",
-        _moved,
+        "moved_blocks",
         (_MOVE,),
     ),
-    Reading("mallee_worker_moved_bytes_total", "The bytes of those.", _nbytes(_moved), (_MOVE,)),
+    Reading(
+        "mallee_worker_moved_bytes_total", "The bytes of those.", _nbytes("moved_blocks"), (_MOVE,)
+    ),
     Reading(
         "mallee_worker_dropped_blocks_total",
         "Evicted KV blocks that host memory had no room for.",

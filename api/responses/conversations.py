@@ -36,7 +36,6 @@ class UnknownConversation(NotFound):
         super().__init__(
             f"conversation {name[:80]!r} is not stored here: it was deleted, forgotten or never was;"
             " make a new one of its items",
-            param=param,
         )
 
 

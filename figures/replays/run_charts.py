@@ -16,6 +16,7 @@ from mallee.figures.style import (
     plain_log_ticks,
     styled,
 )
+from mallee.figures.text import time_unit
 from mallee.mocker.replay.records import Columns
 
 if TYPE_CHECKING:
@@ -55,8 +56,7 @@ def latency_figure(result: "Result") -> "Figure":
             Line("last token", 1000 * (columns.end_s - columns.arrival_s), _WHOLE),
         ],
     )
-    axes.set_title("How long requests wait")
-    axes.set_xlabel("since arrival (ms)")
+    axes.set(title="How long requests wait", xlabel="since arrival (ms)")
     return figure
 
 
@@ -83,8 +83,7 @@ def over_time_figure(result: "Result") -> "Figure":
     below.fill_between(_in_unit(edges)[0], running, color=GREEN, alpha=0.25, linewidth=0)
     below.plot(_in_unit(edges)[0], running, color=GREEN, linewidth=1.3)
     below.set_ylim(bottom=0)
-    below.set_ylabel("under way")
-    below.set_xlabel(f"virtual time ({unit})")
+    below.set(ylabel="under way", xlabel=f"virtual time ({unit})")
     return figure
 
 
@@ -190,9 +189,5 @@ def running_at(columns: Columns, times: Floats) -> Floats:
 
 def _in_unit(times_s: Floats) -> tuple[Floats, str]:
     """Seconds, minutes or hours, by the length of the time."""
-    longest = float(times_s.max(initial=0.0))
-    if longest > 3 * 3600:
-        return times_s / 3600, "h"
-    if longest > 300:
-        return times_s / 60, "min"
-    return times_s, "s"
+    size, unit = time_unit(float(times_s.max(initial=0.0)))
+    return times_s / size, unit

@@ -16,7 +16,7 @@ from mallee.figures.style import (
     plain_log_ticks,
     styled,
 )
-from mallee.figures.text import percent
+from mallee.figures.text import percent, time_unit
 from mallee.synth.analysis.analysis import Analysis
 from mallee.synth.analysis.arrivals import Counts
 from mallee.synth.analysis.sessions import RELATIONS
@@ -92,9 +92,7 @@ def _cdf(title: str, xlabel: str, of: _Of, what: str = "requests") -> _Panel:
         for line in axes.lines if len(traces) > 1 else []:
             if line.get_label() == SOURCE:  # a broad band under lines that would hide it
                 line.set(linewidth=5.0, alpha=0.3, zorder=1)
-        axes.set_title(title)
-        axes.set_xlabel(xlabel)
-        axes.set_ylabel(f"{what} (%)")
+        axes.set(title=title, xlabel=xlabel, ylabel=f"{what} (%)")
 
     return draw
 
@@ -113,8 +111,7 @@ def _doublings(title: str, xlabel: str, of: _Of) -> _Panel:
             axes.set_yscale("log")
             plain_log_ticks(axes, "y")
             axes.set_ylim(bottom=0.7)
-        axes.set_title(title)
-        axes.set_xlabel(f"{xlabel}, from")
+        axes.set(title=title, xlabel=f"{xlabel}, from")
 
     return draw
 
@@ -130,24 +127,14 @@ def _bars(axes: "Axes", traces: Traces, places: Ints, heights: Sequence[Sequence
 
 def _rate(axes: "Axes", traces: Traces) -> None:
     first = next(iter(traces.values()))
-    size, unit = _time_unit(first.duration_s)
+    size, unit = time_unit(first.duration_s)
     for i, (name, each) in enumerate(traces.items()):
         at_s = np.concatenate([[0.0], np.cumsum(each.gaps_s)])
         counts, edges = np.histogram(at_s, bins=min(_TIMES, max(8, len(at_s) // 8)))
         axes.stairs(counts / np.diff(edges), edges / size, color=_look(i).color, label=name)
     what = "requests" if first.forks is None else "trees"
-    axes.set_title(f"Arrivals of {what} over time")
-    axes.set_xlabel(f"time ({unit})")
-    axes.set_ylabel(f"{what}/s")
+    axes.set(title=f"Arrivals of {what} over time", xlabel=f"time ({unit})", ylabel=f"{what}/s")
     axes.set_ylim(bottom=0)
-
-
-def _time_unit(duration_s: float) -> tuple[float, str]:
-    """Seconds, minutes or hours, whichever reads well."""
-    for limit, size, unit in ((300.0, 1.0, "s"), (3 * 3600.0, 60.0, "min")):
-        if duration_s <= limit:
-            return size, unit
-    return 3600.0, "h"
 
 
 def _counts(axes: "Axes", traces: Traces, of: Callable[[Counts], float], missing: float) -> Floats:
@@ -219,8 +206,7 @@ def _relations(axes: "Axes", traces: Traces) -> None:
     ]
     _bars(axes, traces, np.arange(len(RELATIONS)), heights)
     axes.set_xticks(range(len(RELATIONS)), [name.replace("_", " ") for name in RELATIONS])
-    axes.set_title("Relation of a turn to the one before")
-    axes.set_ylabel("turns (%)")
+    axes.set(title="Relation of a turn to the one before", ylabel="turns (%)")
 
 
 def _forks_of(analysis: Analysis, leaves: bool) -> Floats:

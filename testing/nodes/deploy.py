@@ -10,14 +10,13 @@ import logging
 import os
 import sys
 import time
-from typing import Any, TextIO
+from typing import TextIO
 
 import msgspec
 
-from mallee.actors.local import APP_NAME, cause, drain_and_delete
+from mallee.actors.local import APP_NAME, cause, drain_and_delete, start_serve
 from mallee.protocol.errors import ConfigError, MalleeError
 from mallee.runtime.config import AppConfig
-from mallee.runtime.proxy.choice import KEEP_ALIVE_S
 
 _NODES_S = 180.0
 
@@ -77,7 +76,6 @@ def _follow(order: Order, answers: TextIO) -> None:
 def _join(order: Deploy) -> None:
     """Raises ConfigError if nodes are missing for too long."""
     import ray
-    from ray import serve
 
     ray.init(address=order.address, log_to_driver=False, logging_level=logging.ERROR)
     deadline = time.monotonic() + _NODES_S
@@ -85,16 +83,8 @@ def _join(order: Deploy) -> None:
         if time.monotonic() > deadline:
             raise ConfigError(f"{found} of {order.num_nodes} Ray nodes joined in {_NODES_S:.0f} s")
         time.sleep(0.2)
-    http: dict[str, Any] = {
-        "host": order.host,
-        "port": order.port,
-        "keep_alive_timeout_s": KEEP_ALIVE_S,
-    }
-    serve.start(
-        proxy_location="EveryNode" if order.on_every_node else "HeadOnly",
-        http_options=http,
-        logging_config={"log_level": "ERROR"},
-    )
+    location = "EveryNode" if order.on_every_node else "HeadOnly"
+    start_serve(order.host, order.port, proxy_location=location)
 
 
 def _alive_nodes() -> int:

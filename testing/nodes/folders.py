@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import shutil
 import tempfile
 import time
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from typing import IO
 
 import psutil
 
+from mallee.actors.local import remove_folder
 from mallee.protocol.errors import ConfigError
 
 _PREFIX = "mup-"
@@ -19,7 +19,6 @@ _LOCK = "owner"
 _MAX_CHARS = 20
 """Of the folder: HAProxy has sockets 77 characters below it, behind a node's id, and takes 97."""
 _YOUNG_S = 60.0
-_REMOVE_S = 5.0
 _STOP_S = 5.0
 
 
@@ -53,8 +52,7 @@ class Folder:
         return str(path)
 
     def remove(self) -> None:
-        """Processes that were just ended may still write into it for a moment."""
-        _remove(self.path)
+        remove_folder(self.path)
         self._lock.close()
 
 
@@ -66,7 +64,7 @@ def clear_abandoned() -> list[str]:
             if path.lstat().st_uid != os.getuid() or (lock := _locked(path)) is None:
                 continue
             num = _end_processes(path)
-            _remove(path)
+            remove_folder(path)
             lock.close()
             told.append(
                 f"removed {path} of a `mallee up` that was killed"
@@ -104,10 +102,3 @@ def _processes(folder: Path) -> Iterator[psutil.Process]:
         with suppress(psutil.Error):
             if process.uids().real == os.getuid() and f"{folder}/" in " ".join(process.cmdline()):
                 yield process
-
-
-def _remove(path: Path) -> None:
-    deadline = time.monotonic() + _REMOVE_S
-    while path.exists() and time.monotonic() < deadline:
-        shutil.rmtree(path, ignore_errors=True)
-        time.sleep(0.05)

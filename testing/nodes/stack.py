@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
-import httpx
 import msgspec
 import psutil
 
@@ -27,6 +26,7 @@ from mallee.actors.local import (
     OBJECT_STORE_BYTES,
     START_TIMEOUT_S,
     cluster_environment,
+    is_well,
     loopback_environment,
 )
 from mallee.protocol.errors import ConfigError
@@ -306,7 +306,9 @@ class NodesStack:
             deadline = time.monotonic() + START_TIMEOUT_S
             self._until(partial(self._has_joined, node), deadline, f"node {node.number}")
         self._order(self._deploy_order(self._settings), _DEPLOY_S)
-        self._until(self._is_well, time.monotonic() + START_TIMEOUT_S, "the workers")
+        # From here, not by the entry, whose listener is in another network.
+        url = base_url(self.nodes[0].address, self._port)
+        self._until(partial(is_well, url), time.monotonic() + START_TIMEOUT_S, "the workers")
 
     def _launch(self, node: Node) -> None:
         command = [
@@ -393,15 +395,6 @@ class NodesStack:
             if time.monotonic() > deadline:
                 raise ConfigError(f"{name} did not come in time: {self._last_words(self.nodes[0])}")
             time.sleep(_TICK_S)
-
-    def _is_well(self) -> bool:
-        # From here, not by the entry, whose listener is in another network.
-        node = self.nodes[0]
-        url = base_url(node.address, self._port)
-        with suppress(httpx.HTTPError, ValueError):
-            found = httpx.get(f"{url}/health", timeout=5.0, trust_env=False).json()
-            return bool(found.get("status") == "ok")
-        return False
 
     def _has_ended(self, node: Node) -> bool:
         process = self._processes.get(node.number)

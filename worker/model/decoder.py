@@ -39,21 +39,6 @@ class Tap(Protocol):
 class Decoder:
     """A decoder with its weights; holds no state between calls. `tap`, if set, watches each pass."""
 
-    __slots__ = (
-        "_attention",
-        "_delta",
-        "_embedding_scale",
-        "_gated",
-        "_kv_scales",
-        "_ops",
-        "_ropes",
-        "_rotaries",
-        "_verified",
-        "config",
-        "tap",
-        "weights",
-    )
-
     def __init__(
         self,
         config: ModelConfig,

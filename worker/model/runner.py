@@ -7,7 +7,8 @@ import logging
 import math
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -97,31 +98,6 @@ class DeviceDrawing:
 
 class TorchForward:
     """Computes over paged KV on one device. Not thread-safe: one engine loop owns it."""
-
-    __slots__ = (
-        *(
-            "_attention",
-            "_device",
-            "_fold",
-            "_folds",
-            "_graph_options",
-            "_graphs",
-            "_is_whole",
-            "_layers",
-            "_memories",
-        ),
-        *(
-            "_memory",
-            "_padding",
-            "_plan",
-            "_sampler",
-            "_windows",
-            "block_size",
-            "budget",
-            "decoder",
-        ),
-        *("draft", "gaps", "is_unified", "memory", "num_blocks", "shares_reads", "spec"),
-    )
 
     def __init__(
         self,
@@ -297,23 +273,25 @@ class TorchForward:
 
     def forward(self, batch: ForwardBatch) -> Sequence[Logits]:
         """Raises DeviceMemoryExhausted, as does every method that draws, or makes or reads logits."""
-        with torch.inference_mode(), memory_errors(self._device):
-            self.gaps.begin()
+        with self._working():
             self._copy(batch.copies)
-            logits = self._run(batch.rows) if batch.rows else []
-            self.gaps.end()
-            return logits
+            return self._run(batch.rows) if batch.rows else []
 
     def forward_drawn(
         self, batch: ForwardBatch, drawing: Drawing, draws: Sequence[int]
     ) -> Sequence[Logits]:
         assert isinstance(drawing, DeviceDrawing), "draws of another forward"
+        with self._working():
+            self._copy(batch.copies)
+            return self._run(batch.rows, drawing.drawn.there(draws))
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """A piece of work for the device. Raises DeviceMemoryExhausted."""
         with torch.inference_mode(), memory_errors(self._device):
             self.gaps.begin()
-            self._copy(batch.copies)
-            logits = self._run(batch.rows, drawing.drawn.there(draws))
+            yield
             self.gaps.end()
-            return logits
 
     def refold(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
         assert self._fold is not None, "no layer is recurrent"
@@ -380,25 +358,16 @@ class TorchForward:
             return row.to(self._device)
 
     def sample(self, draws: Sequence[Draw]) -> list[int]:
-        with torch.inference_mode(), memory_errors(self._device):
-            self.gaps.begin()
-            tokens = self._sampler.sample(draws)
-            self.gaps.end()
-            return tokens
+        with self._working():
+            return self._sampler.sample(draws)
 
     def launch_draws(self, draws: Sequence[Draw]) -> Drawing:
-        with torch.inference_mode(), memory_errors(self._device):
-            self.gaps.begin()
-            drawn = self._sampler.launch(draws)
-            self.gaps.end()
-            return DeviceDrawing(drawn)
+        with self._working():
+            return DeviceDrawing(self._sampler.launch(draws))
 
     def logprobs(self, queries: Sequence[LogprobQuery]) -> list[TokenLogprobs]:
-        with torch.inference_mode(), memory_errors(self._device):
-            self.gaps.begin()
-            found = self._sampler.logprobs(queries)
-            self.gaps.end()
-            return found
+        with self._working():
+            return self._sampler.logprobs(queries)
 
     def check(self) -> None:
         """Raises AssertionError if the memory is not what the spec and the counts say."""

@@ -5,16 +5,28 @@ from typing import Any, cast
 
 from rich.console import Console
 
-from mallee.cli.remote.chat import Chat, Conversation
+from mallee.cli.remote.chat import Chat, Turn
 from mallee.client import Branch, BranchEvent, Mallee
 
 
+def chat(answers: "Answers | None" = None, system: str | None = None) -> tuple[Chat, Console]:
+    looks: dict[str, Any] = {"color_system": "standard", "force_terminal": True} if answers else {}
+    console = Console(width=60, highlight=False, **looks)
+    return Chat(cast(Mallee, Scripted(answers)), console, {}, system), console
+
+
+def add(chat: Chat, parent: Turn, question: str, answer: str) -> Turn:
+    chat.current = Turn(question, Branch(0, answer), parent)
+    chat.turns.append(chat.current)
+    return chat.current
+
+
 def test_what_is_sent_is_the_path_to_the_turn() -> None:
-    conversation = Conversation("be brief")
-    first = conversation.add(conversation.root, "a", "A")
-    conversation.add(first, "b", "B")
-    conversation.add(first, "c", "\x1b[2JC\x07")
-    assert conversation.messages(conversation.current, "d") == [
+    said, console = chat(system="be brief")
+    first = add(said, said.current, "a", "A")
+    add(said, first, "b", "B")
+    add(said, first, "c", "\x1b[2JC\x07")
+    assert said.messages(said.current, "d") == [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "A"},
@@ -22,14 +34,13 @@ def test_what_is_sent_is_the_path_to_the_turn() -> None:
         {"role": "assistant", "content": "\x1b[2JC\x07"},
         {"role": "user", "content": "d"},
     ]
-    console = Console(width=60)
     with console.capture() as shown:
-        console.print(conversation.draw())
+        said.run(["/tree"])
     assert shown.get().splitlines()[-1] == "    └── 3  c → [2JC ◀"
-    conversation.back(1)
-    assert conversation.current is first
-    conversation.back(5)
-    assert conversation.current is conversation.root
+    said.run(["/back"])
+    assert said.current is first
+    said.run(["/back 5"])
+    assert said.current is said.turns[0]
 
 
 class Answers:
@@ -58,10 +69,10 @@ class Answers:
 
 
 class Scripted:
-    def __init__(self, answers: Answers) -> None:
+    def __init__(self, answers: Answers | None) -> None:
         self.answers = answers
 
-    def stream(self, **_: Any) -> Answers:
+    def stream(self, **_: Any) -> Answers | None:
         return self.answers
 
 
@@ -70,24 +81,20 @@ def event(index: int, text: str, reasoning: str = "") -> BranchEvent:
 
 
 def test_reasoning_is_shown_dim_and_sent_back_as_such() -> None:
-    conversation, console = (
-        Conversation(),
-        Console(width=60, color_system="standard", force_terminal=True),
-    )
-    answers = Answers([event(0, "", "hm[b]"), event(0, "yes")])
+    said, console = chat(Answers([event(0, "", "hm[b]"), event(0, "yes")]))
     with console.capture() as shown:
-        Chat(cast(Mallee, Scripted(answers)), conversation, console, {}).run(iter(["a"]))
+        said.run(["a"])
     assert "\x1b[2mhm[b]\x1b[0m\nyes" in shown.get()
-    assert conversation.messages(conversation.current, "b")[1] == {
+    assert said.messages(said.current, "b")[1] == {
         "role": "assistant", "content": "yes", "reasoning_content": "hm[b]",
     }  # fmt: skip
 
 
 def test_an_interrupted_fork_keeps_what_came_and_the_conversation() -> None:
-    conversation, console = Conversation(), Console(width=60)
     answers = Answers([event(1, "B"), event(0, "A")], interrupted=True)
+    said, console = chat(answers)
     with console.capture() as shown:
-        Chat(cast(Mallee, Scripted(answers)), conversation, console, {}).run(iter(["/fork 2 a"]))
-    assert [turn.answer for turn in conversation.turns[1:]] == ["A", "B"]
+        said.run(["/fork 2 a"])
+    assert [turn.answer.text for turn in said.turns[1:]] == ["A", "B"]
     assert "(stopped)" in shown.get()
     assert answers.is_closed

@@ -17,6 +17,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from mallee.protocol.ids import splitmix64
 from mallee.protocol.messages import Sampling, TokenLogprobs
 from mallee.worker.forward import (
     Draw,
@@ -35,7 +36,6 @@ from mallee.worker.model.sampling.sampler import (
     noise,
     race_key,
     sample,
-    splitmix64,
 )
 from support.examples import examples
 from support.golden_draws import GOLDEN, golden_draws, vocabulary
@@ -78,7 +78,7 @@ def reference(
 def test_noise_is_what_the_scheme_says_in_plain_integers() -> None:
     ids = torch.tensor([0, 1, 2, 777, 49151, 2**31 - 1], dtype=torch.int32)
     for seed, position in ((0, 0), (7, 1), (2**64 - 1, 8191)):
-        key = splitmix64((splitmix64(seed) + position) % 2**64)
+        key = splitmix64(splitmix64(seed, 1) + position, 1)
         for i, found in zip(ids.tolist(), noise(ids, seed, position).tolist(), strict=True):
             x = i ^ (key & 0xFFFFFFFF)
             x = (x ^ (x >> 16)) * 0x7FEB352D % 2**32

@@ -17,18 +17,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
 from mallee.protocol.hashing import Hashes
+from mallee.protocol.ids import splitmix64
 from mallee.protocol.model import GroupSpec
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.node import Node, SidePart
 from mallee.worker.kv.pool import BlockPool
-
-_MASK: Final = (1 << 64) - 1
-_GOLDEN: Final = 0x9E3779B97F4A7C15
 
 Offload: TypeAlias = Callable[[Sequence[int], Sequence[int], Callable[[], None]], None]
 """Takes keys and blocks of cache that is about to be evicted, the first of a text first, and a function that
@@ -55,8 +53,8 @@ class RowSpan(NamedTuple):
         return range(begin, begin + self.per_block)
 
     def keys(self, key: int) -> list[int]:
-        """The keys of the rows of the block whose chain hash is `key`."""
-        return [_mixed(key, self.group << 16 | part) for part in range(self.per_block)]
+        """The keys of the rows of the block whose chain hash is `key`: no two keys become one."""
+        return [splitmix64(key, (self.group << 16 | part) + 1) for part in range(self.per_block)]
 
 
 def row_spans(groups: Sequence[GroupSpec], num_blocks: int, block_size: int) -> list[RowSpan]:
@@ -330,11 +328,3 @@ def keep_rows(group: SideGroup, rows: Sequence[int]) -> Callable[[], None]:
     blocks = list(dict.fromkeys(row // span.per_block for row in own))
     pool.begin_read(blocks)
     return partial(pool.end_read, blocks)
-
-
-def _mixed(key: int, number: int) -> int:
-    """A key of its own for each number (the finalizer of SplitMix64: no two keys become one)."""
-    value = (key + (number + 1) * _GOLDEN) & _MASK
-    value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ value >> 27) * 0x94D049BB133111EB) & _MASK
-    return value ^ value >> 31

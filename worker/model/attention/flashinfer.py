@@ -154,13 +154,6 @@ class FlashInferAttention:
     step's `Parts` are gone.
     """
 
-    __slots__ = (
-        *("_block_size", "_device", "_dtype", "_fa3_refusal", "_group", "_head_dim"),
-        *("_is_deterministic", "_kv_dtype", "_num_heads", "_num_kv_heads", "_package", "_pools"),
-        "_workspace",
-        "min_saving",
-    )
-
     def __init__(
         self,
         package: Any,

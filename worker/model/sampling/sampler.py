@@ -36,6 +36,7 @@ import numpy as np
 import torch
 from msgspec import structs
 
+from mallee.protocol.ids import splitmix64
 from mallee.protocol.messages import TokenLogprobs
 from mallee.worker.forward import Draw, LogprobQuery
 from mallee.worker.memory.transfer import Fetched, sent
@@ -44,17 +45,8 @@ from mallee.worker.model.sampling.logits import Field, all_ids, edited, filtered
 from mallee.worker.model.sampling.logprobs import logprobs
 from mallee.worker.model.sampling.rows import slabs, stacked
 
-_MASK64 = (1 << 64) - 1
 MIN_BOUNDED = 2048
 """From so many tokens on the noise is computed only for those that can win, where the kernel is there."""
-
-
-def splitmix64(x: int) -> int:
-    """The splitmix64 step: a bijection of 64-bit numbers that mixes well."""
-    x = (x + 0x9E3779B97F4A7C15) & _MASK64
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return x ^ (x >> 31)
 
 
 def _as_int32(x: int) -> int:
@@ -86,7 +78,7 @@ def noise(ids: torch.Tensor, seed: int, position: int) -> torch.Tensor:
 
 def race_key(seed: int, position: int) -> int:
     """The key of a draw: 64 bits of seed and position, mixed."""
-    return splitmix64((splitmix64(seed & _MASK64) + position) & _MASK64)
+    return splitmix64(splitmix64(seed, 1) + position, 1)
 
 
 class Drawn(NamedTuple):
