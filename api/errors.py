@@ -69,6 +69,7 @@ class BodyTooLarge(BadRequest):
     def __init__(self, limit: int) -> None:
         super().__init__(
             f"the request body is larger than {limit} bytes; send token ids, or a shorter prompt",
+            limit=limit,
         )
 
 
@@ -80,6 +81,7 @@ class ImportTooLarge(BodyTooLarge):
             self,
             f"the capsule's file is larger than {limit} bytes; raise imports.max_gib of the server, or"
             " create the capsule from its text",
+            limit=limit,
         )
 
 
@@ -93,6 +95,8 @@ class TooManyValues(BadRequest):
         super().__init__(
             f"the request body has {num} values and names > {limit}; send fewer prompts at once, or text"
             " instead of token ids",
+            num=num,
+            limit=limit,
         )
 
 
@@ -106,6 +110,7 @@ class AnswerTooLarge(BadRequest):
             f"the answer has {num} log-probabilities > {limit} of one body; give stream=true, or ask for"
             " fewer tokens, branches or logprobs",
             param="logprobs",
+            limit=limit,
         )
 
 
@@ -119,6 +124,8 @@ class SlowBody(BadRequest):
         super().__init__(
             f"{nbytes} bytes of the request body came in {seconds:.0f} s, and not all of it: send it at"
             f" {rate} bytes a second at least",
+            nbytes=nbytes,
+            seconds=seconds,
         )
 
 
@@ -148,6 +155,7 @@ class NotServed(NotFound):
         super().__init__(
             f"{where}: this server has no {what}; it generates text, at /v1/chat/completions,"
             " /v1/completions and /v1/capsules (GET /openapi.json has all paths)",
+            what=what,
         )
 
 
@@ -162,6 +170,7 @@ class KeyReused(BadRequest):
             f"Idempotency-Key {shown(key)} was sent with another body or path; give each request a key of"
             " its own",
             param="idempotency-key",
+            key=key,
         )
 
 
@@ -176,6 +185,7 @@ class AnswerNotKept(BadRequest):
             f"the request of Idempotency-Key {shown(key)} runs, and its answer is too large to be given"
             " twice; send it again when it has ended, or without a key",
             param="idempotency-key",
+            key=key,
         )
 
 

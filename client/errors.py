@@ -41,7 +41,7 @@ class ConnectionFailed(MalleeError):
 
     def __init__(self, url: str, reason: str) -> None:
         text = f"no answer from {url} ({reason}); is `mallee serve` running there?"
-        super().__init__(text)
+        super().__init__(text, url=url, reason=reason)
 
 
 class StreamBroken(MalleeError):
@@ -54,7 +54,7 @@ class StreamBroken(MalleeError):
 
     def __init__(self, url: str, reason: str = NO_END) -> None:
         text = f"the stream from {url} broke off ({reason}); send the request again"
-        super().__init__(text)
+        super().__init__(text, url=url, reason=reason)
 
 
 class Timeout(MalleeError):
@@ -63,7 +63,7 @@ class Timeout(MalleeError):
     code = "timeout"
 
     def __init__(self, what: str, timeout_s: float, remedy: str) -> None:
-        super().__init__(f"{what} after {timeout_s:g} s; {remedy}")
+        super().__init__(f"{what} after {timeout_s:g} s; {remedy}", timeout_s=timeout_s)
 
 
 class NotParsed(MalleeError):
@@ -72,7 +72,7 @@ class NotParsed(MalleeError):
     code = "not_parsed"
 
     def __init__(self, index: int, reason: str) -> None:
-        super().__init__(f"branch {index} has no parsed value: {reason}")
+        super().__init__(f"branch {index} has no parsed value: {reason}", index=index)
 
 
 class NoCapsule(MalleeError):
@@ -87,7 +87,9 @@ class NoCapsule(MalleeError):
             reason = (
                 f"it ended with {finish_reason!r} and left no capsule (a stop string leaves none)"
             )
-        super().__init__(f"branch {index} can't be forked: {reason}")
+        super().__init__(
+            f"branch {index} can't be forked: {reason}", index=index, finish_reason=finish_reason
+        )
 
 
 class ToolFailed(MalleeError):
@@ -96,7 +98,7 @@ class ToolFailed(MalleeError):
     code = "tool_failed"
 
     def __init__(self, call: str, why: str) -> None:
-        super().__init__(f"tool {call!r} failed: {why}")
+        super().__init__(f"tool {call!r} failed: {why}", call=call)
 
 
 class ToolTimeout(MalleeError):
@@ -108,7 +110,7 @@ class ToolTimeout(MalleeError):
         text = (
             f"no result of tool {call!r} came in {timeout_s:g} s; answer sooner, or raise timeout_s"
         )
-        super().__init__(text)
+        super().__init__(text, call=call, timeout_s=timeout_s)
 
 
 class JournalFailed(MalleeError):
@@ -118,7 +120,7 @@ class JournalFailed(MalleeError):
 
     def __init__(self, path: str, reason: str) -> None:
         text = f"the journal {path!r} failed: {reason}; the graph ends, and what the journal has is not lost"
-        super().__init__(text)
+        super().__init__(text, path=path, reason=reason)
 
 
 def from_body(body: object, http_status: int, retry_after_s: float | None = None) -> MalleeError:

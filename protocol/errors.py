@@ -77,13 +77,10 @@ error over a process boundary with its type. `status` is the nearest HTTP status
 may carry and only the HTTP API interprets.
 """
 
-import inspect
 import math
-import re
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, ClassVar, Final, Self
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, Final
 
 MAX_SHOWN: Final = 80  # characters of a client's value in a message
 
@@ -120,34 +117,17 @@ def nearest(name: str, known: Iterable[str], otherwise: str = "", prefix: str = 
 class MalleeError(Exception):
     """Base of every error raised on purpose. `fields` holds the data the message was built from.
 
-    Those are the arguments that its class takes, and what goes with the message. `code` is the class's name
-    in snake case, unless it has another one.
-
     Where more is needed than there can ever be, no later moment is a better one: the status of such an
     error is 400, though that of its type is 503.
     """
 
     status: int = 500
     code: ClassVar[str] = "internal_error"
-    _parameters: ClassVar[Mapping[str, Any]] = MappingProxyType({})
-    """Those of the class's own constructor, with their defaults."""
-    _arguments: dict[str, Any]
-
-    def __init_subclass__(cls) -> None:
-        if "__init__" in vars(cls):
-            _, *parameters = inspect.signature(vars(cls)["__init__"]).parameters.values()
-            cls._parameters = {each.name: each.default for each in parameters}
-
-    def __new__(cls, *args: Any, **given: Any) -> Self:
-        error = super().__new__(cls)
-        by_place = zip(cls._parameters, args, strict=False)
-        error._arguments = {**cls._parameters, **dict(by_place), **given} if cls._parameters else {}
-        return error
 
     def __init__(self, message: str, **fields: Any) -> None:
         super().__init__(message)
         self.message = message
-        self.fields = fields = {**self._arguments, **fields}
+        self.fields: dict[str, Any] = fields
         needed, most = fields.get("needed", 0), fields.get("limit", fields.get("total", 0))
         if self.status == 503 and needed > most > 0:
             self.status = 400
@@ -158,8 +138,7 @@ class MalleeError(Exception):
     @classmethod
     def with_message(cls, message: str, **fields: Any) -> "MalleeError":
         """An error of this type with a text that is already written (by another process)."""
-        error = Exception.__new__(cls)
-        error._arguments = {}
+        error = cls.__new__(cls)
         MalleeError.__init__(error, message, **fields)
         return error
 
@@ -185,18 +164,25 @@ class BadRequest(MalleeError):
 
 
 class InvalidParameter(BadRequest):
+    code = "invalid_parameter"
+
     def __init__(self, param: str, value: object, remedy: str) -> None:
         param, text = param[:MAX_SHOWN], shown(value)
         super().__init__(f"{param}={text}: {remedy}", param=param, value=text, remedy=remedy)
 
 
 class ContextLengthExceeded(BadRequest):
+    code = "context_length_exceeded"
+
     def __init__(self, prompt_tokens: int, max_tokens: int, limit: int) -> None:
         # A client's `max_tokens` may be a number that Python refuses to write out.
         asked, total = shown(max_tokens), shown(prompt_tokens + max_tokens)
         super().__init__(
             f"prompt {prompt_tokens} + max_tokens {asked} = {total}"
             f" > {limit} tokens that this model serves; shorten the prompt or ask for fewer tokens",
+            prompt_tokens=prompt_tokens,
+            max_tokens=max_tokens,
+            limit=limit,
             param="prompt",
         )
 
@@ -204,12 +190,16 @@ class ContextLengthExceeded(BadRequest):
 class InvalidGraph(BadRequest):
     """The text names the node, or the edge as `u -> v`."""
 
+    code = "invalid_graph"
+
     def __init__(self, why: str) -> None:
         super().__init__(why, param="nodes")
 
 
 class GraphContextExceeded(InvalidGraph):
     """All that goes on from `prefill` needs so much; `node` has the largest branch, if there is one."""
+
+    code = "graph_context_exceeded"
 
     def __init__(
         self, prefill: str, prefix: int, node: str, branch: int, headroom: int, n_ctx: int
@@ -221,11 +211,19 @@ class GraphContextExceeded(InvalidGraph):
             f"prefix {shown(prefix)} ({prefill}) + largest branch {shown(branch)}{at} + headroom {headroom} ="
             f" {shown(total)} > n_ctx {n_ctx}; shorten the texts, or lower max_tokens or max_items",
             param="nodes",
+            prefill=prefill,
+            prefix=prefix,
+            node=node,
+            branch=branch,
+            headroom=headroom,
+            n_ctx=n_ctx,
         )
 
 
 class KVBudgetExceeded(BadRequest):
     """A branch needs `needed` blocks, more than the `total` of a worker."""
+
+    code = "kv_budget_exceeded"
 
     def __init__(
         self, prefix: int, branch: int, headroom: int, needed: int, total: int, block_size: int
@@ -235,11 +233,19 @@ class KVBudgetExceeded(BadRequest):
             f" {prefix + branch + headroom} tokens need {needed} KV blocks of {block_size}, of which"
             f" this worker has {total}; ask for fewer tokens, or start it with more blocks",
             param="prompt",
+            prefix=prefix,
+            branch=branch,
+            headroom=headroom,
+            needed=needed,
+            total=total,
+            block_size=block_size,
         )
 
 
 class KVMemoryExceeded(BadRequest):
     """A row needs `needed` blocks; the largest worker that may take it has `largest` in all."""
+
+    code = "kv_memory_exceeded"
 
     def __init__(self, needed: int, largest: int, block_size: int) -> None:
         super().__init__(
@@ -247,6 +253,9 @@ class KVMemoryExceeded(BadRequest):
             f" may take it has {largest} in all; split the prompt, ask for fewer tokens, or give"
             " workers more KV memory",
             param="prompt",
+            needed=needed,
+            largest=largest,
+            block_size=block_size,
         )
 
 
@@ -264,40 +273,56 @@ class ThreadMismatch(InvalidParameter):
 class QuotaTooSmall(BadRequest):
     """A request needs `needed` of `what`, of which its API key may never have more than `limit`."""
 
+    code = "quota_too_small"
+
     def __init__(self, what: str, needed: int, limit: int) -> None:
         super().__init__(
             f"this request needs {shown(needed)} {what}, and its API key may have {limit} at most; ask for"
             " fewer, or have the key's limit raised",
+            what=what,
+            needed=needed,
+            limit=limit,
         )
 
 
 class GrammarFailed(BadRequest):
     """An answer could not go on under its grammar."""
 
+    code = "grammar_failed"
+
     def __init__(self, reason: str) -> None:
         super().__init__(
             f"the answer can't go on under its grammar ({reason}); allow more, or make it simpler",
             param="grammar",
+            reason=reason,
         )
 
 
 class NotSupported(BadRequest):
     """`capability`: the first of what the engines lack; a name of `protocol.capabilities`."""
 
+    code = "not_supported"
+
     def __init__(self, capability: str, remedy: str) -> None:
-        super().__init__(f"the engines of this service lack {capability!r}: {remedy}")
+        super().__init__(
+            f"the engines of this service lack {capability!r}: {remedy}", capability=capability
+        )
 
 
 class CapsuleStale(BadRequest):
     """`made_by` and `serving` are labels of weight versions."""
 
     status = 409
+    code = "capsule_stale"
 
     def __init__(self, capsule: str, made_by: str, serving: str) -> None:
         super().__init__(
             f"capsule {shown(capsule)} was made by weights {shown(made_by)}, and {shown(serving)} serve now;"
             " create it again",
             param="capsule",
+            capsule=capsule,
+            made_by=made_by,
+            serving=serving,
         )
 
 
@@ -305,16 +330,20 @@ class WeightsChanged(BadRequest):
     """The weights `began` of an answer are served no more, but `serving`; it ends where it is."""
 
     status = 409
+    code = "weights_changed"
 
     def __init__(self, began: str, serving: str) -> None:
         super().__init__(
             f"the answer began with weights {shown(began)}, and {shown(serving)} serve now; send the"
             " request again, or give running answers more time (drain_s) when weights change",
+            began=began,
+            serving=serving,
         )
 
 
 class SessionClosed(BadRequest):
     status = 409
+    code = "session_closed"
 
     def __init__(self) -> None:
         super().__init__("the session was closed while this answer was under way")
@@ -322,6 +351,7 @@ class SessionClosed(BadRequest):
 
 class SessionTaken(BadRequest):
     status = 409
+    code = "session_taken"
 
     def __init__(self, name: str) -> None:
         super().__init__(
@@ -331,6 +361,7 @@ class SessionTaken(BadRequest):
 
 class Superseded(BadRequest):
     status = 409
+    code = "superseded"
 
     def __init__(self) -> None:
         super().__init__("a later inject with mode=replace took the place of these tokens")
@@ -338,20 +369,25 @@ class Superseded(BadRequest):
 
 class BudgetSpent(BadRequest):
     status = 409
+    code = "budget_spent"
 
     def __init__(self, resource: str, why: str) -> None:
         super().__init__(
             f"the budget that bounds this request has no {resource} for it: {why}",
+            resource=resource,
         )
 
 
 class SlowReader(BadRequest):
     status = 408
+    code = "slow_reader"
 
     def __init__(self, waiting: int, seconds: float) -> None:
         super().__init__(
             f"{waiting} tokens and log-probabilities of the answer wait to be read, and none was in"
             f" {seconds:.0f} s: it was given up; read streams as they come",
+            waiting=waiting,
+            seconds=seconds,
         )
 
 
@@ -367,10 +403,12 @@ class Unauthorized(BadRequest):
 
 class Forbidden(BadRequest):
     status = 403
+    code = "forbidden"
 
 
 class NotFound(MalleeError):
     status = 404
+    code = "not_found"
 
 
 class UnknownModel(NotFound):
@@ -392,11 +430,14 @@ class UnknownCapsule(NotFound):
         super().__init__(
             f"capsule {shown(capsule)} is not held by any worker (expired, deleted, or its worker was"
             " restarted); create it again",
+            capsule=capsule,
         )
 
 
 class ThreadNotFound(NotFound):
     """No state of that answer: clients send the whole conversation again."""
+
+    code = "thread_not_found"
 
     def __init__(self, name: str) -> None:
         super().__init__(
@@ -412,6 +453,7 @@ class UnknownText(NotFound):
     def __init__(self, capsule: str) -> None:
         super().__init__(
             f"the text of capsule {shown(capsule)} is not known any more; the capsule can still be forked",
+            capsule=capsule,
         )
 
 
@@ -422,6 +464,7 @@ class UnknownRequest(NotFound):
         super().__init__(
             f"request {shown(request)} is not known: it was never made, is of another scope, began at another"
             " gateway, or is too old",
+            request=request,
         )
 
 
@@ -432,52 +475,67 @@ class UnknownBranch(NotFound):
         super().__init__(
             f"branch {shown(branch)} of request {shown(request)} is not running: it is over, or never"
             " was; an answer that has ended names the capsule that it left",
+            request=request,
+            branch=branch,
         )
 
 
 class CapsuleAbandoned(NotFound):
+    code = "capsule_abandoned"
+
     def __init__(self, capsule: str) -> None:
         super().__init__(
             f"capsule {capsule!r} was cancelled before the tokens to continue were computed; create it"
             " again",
+            capsule=capsule,
         )
 
 
 class CapsuleComputing(BadRequest):
     status = 409
+    code = "capsule_computing"
 
     def __init__(self, capsule: str) -> None:
         super().__init__(
             f"capsule {shown(capsule)} is still computing: it can be forked, looked at and deleted; for"
             " anything else wait until its status is ready",
             param="capsule",
+            capsule=capsule,
         )
 
 
 class CapsuleLost(NotFound):
     status = 410
+    code = "capsule_lost"
 
     def __init__(self, capsule: str, reason: str) -> None:
         super().__init__(
             f"capsule {capsule!r} was lost and can't be computed again: {reason}; create it again",
+            capsule=capsule,
+            reason=reason,
         )
 
 
 class Unavailable(MalleeError):
     status = 503
+    code = "unavailable"
 
 
 class LookupIncomplete(Unavailable):
     """The named thing is not known here; `why` it can't be said that no other gateway knows it."""
 
+    code = "lookup_incomplete"
+
     def __init__(self, why: str) -> None:
         super().__init__(
-            f"it is not known at this gateway, and {why}; retry in 1 s", retry_after_s=1.0
+            f"it is not known at this gateway, and {why}; retry in 1 s", why=why, retry_after_s=1.0
         )
 
 
 class StoreAway(Unavailable):
     """The store does not answer, and this gateway does not know the thing."""
+
+    code = "store_away"
 
     def __init__(self, why: str) -> None:
         super().__init__(
@@ -487,6 +545,8 @@ class StoreAway(Unavailable):
 
 class StoreFull(Unavailable):
     """The broker keeps no more values."""
+
+    code = "store_full"
 
 
 class OtherLayout(Unavailable):
@@ -498,6 +558,9 @@ class OtherLayout(Unavailable):
         super().__init__(
             f"it was stored in {bucket!r} with layout {found}, and this gateway reads layout {own}:"
             " update the gateways that are older",
+            bucket=bucket,
+            found=found,
+            own=own,
         )
 
 
@@ -507,7 +570,9 @@ class Unreadable(Unavailable):
     code = "stored_value_unreadable"
 
     def __init__(self, bucket: str) -> None:
-        super().__init__(f"its value in {bucket!r} can't be read: another program has changed it")
+        super().__init__(
+            f"its value in {bucket!r} can't be read: another program has changed it", bucket=bucket
+        )
 
 
 class Contended(Unavailable):
@@ -534,14 +599,20 @@ class PeerSilent(Unavailable):
 
 
 class NoWorker(Unavailable):
+    code = "no_worker"
+
     def __init__(self, reason: str) -> None:
-        super().__init__(f"no worker can take this request: {reason}; retry shortly")
+        super().__init__(f"no worker can take this request: {reason}; retry shortly", reason=reason)
 
 
 class WorkerLost(Unavailable):
+    code = "worker_lost"
+
     def __init__(self, worker: str, reason: str) -> None:
         super().__init__(
             f"worker {worker} was lost before the answer ended ({reason}); send the request again",
+            worker=worker,
+            reason=reason,
         )
 
     @property
@@ -552,10 +623,14 @@ class WorkerLost(Unavailable):
 class CorruptLoan(Unavailable):
     """Block `place` of a loan has not the checksum that it was sent with."""
 
+    code = "corrupt_loan"
+
     def __init__(self, worker: str, place: int) -> None:
         super().__init__(
             f"block {place} that worker {worker} lent is not what was sent; it is computed again, look"
             " after the network if this goes on",
+            worker=worker,
+            place=place,
         )
 
     @property
@@ -566,10 +641,14 @@ class CorruptLoan(Unavailable):
 class PoisonRequest(Unavailable):
     """`workers` died, one after the other, before they had said anything of the request."""
 
+    code = "poison_request"
+
     def __init__(self, workers: int, reason: str) -> None:
         super().__init__(
             f"{workers} workers died with this request on them before its first token (the last one:"
             f" {reason}); it is not tried again, look at the workers' logs before you send it again",
+            workers=workers,
+            reason=reason,
         )
 
     @property
@@ -581,20 +660,28 @@ class PoisonRequest(Unavailable):
 
 
 class PoolExhausted(Unavailable):
+    code = "pool_exhausted"
+
     def __init__(self, needed: int, free: int, total: int) -> None:
         super().__init__(
             f"{needed} KV blocks needed, {free} of {total} free and nothing may be evicted;"
             " delete capsules, wait, or start the worker with more blocks",
+            needed=needed,
+            free=free,
+            total=total,
         )
 
 
 class DeviceMemoryExhausted(Unavailable):
     """An allocation during a step failed; `reason` is the device's own sentence."""
 
+    code = "device_memory_exhausted"
+
     def __init__(self, reason: str) -> None:
         super().__init__(
             f"the device ran out of memory in a step ({reason}); send the request again, and if this goes on"
             " lower scheduler.max_step_tokens, scheduler.max_rows or engine.device_share",
+            reason=reason,
         )
 
     @property
@@ -608,6 +695,8 @@ class CapsulesFull(Unavailable):
     `unit` is "KV blocks", or of capsules below the device "bytes".
     """
 
+    code = "capsules_full"
+
     def __init__(self, needed: int, kept: int, limit: int, unit: str = "KV blocks") -> None:
         if unit == "bytes":
             purpose = "of a capsule's text and state below the device"
@@ -617,6 +706,10 @@ class CapsulesFull(Unavailable):
         super().__init__(
             f"{needed} {unit} {purpose}, but {kept} of the {limit} that capsules may"
             f" keep are kept; delete capsules, give them a ttl_s, or {remedy}",
+            needed=needed,
+            kept=kept,
+            limit=limit,
+            unit=unit,
         )
 
     @property
@@ -635,37 +728,57 @@ class CapsulesFull(Unavailable):
 class TierFull(Unavailable):
     """A tier below the device has no room for a capsule, beside the capsules that it holds."""
 
+    code = "tier_full"
+
     def __init__(self, tier: str, needed: int, room: int, total: int) -> None:
         super().__init__(
             f"{needed} blocks don't fit into the {room} of {total} that {tier} can give up; release"
             f" capsules there, or raise engine.{tier}_gib",
+            tier=tier,
+            needed=needed,
+            room=room,
+            total=total,
         )
 
 
 class LoansFull(Unavailable):
     """`worker` lends to `open` others at once, as many as it may."""
 
+    code = "loans_full"
+
     def __init__(self, worker: str, open: int, limit: int) -> None:
         super().__init__(
             f"worker {worker} lends to {open} others, at most {limit}; compute the text, or ask again",
+            worker=worker,
+            open=open,
+            limit=limit,
         )
 
 
 class Saturated(Unavailable):
     """The least busy worker that may take the request has `rows` of at most `limit` rows booked."""
 
+    code = "saturated"
+
     def __init__(self, rows: int, limit: int) -> None:
         super().__init__(
             f"every worker that may take this request is at its limit: {rows} of {limit} rows are"
             " booked on the least busy one; retry shortly, or start more workers",
+            rows=rows,
+            limit=limit,
         )
 
 
 class Overloaded(Unavailable):
+    code = "overloaded"
+
     def __init__(self, waiting: int, limit: int, retry_after_s: float) -> None:
         super().__init__(
             f"{waiting} requests wait for a worker already, the limit is {limit};"
             f" retry in {retry_after_s:.0f} s",
+            waiting=waiting,
+            limit=limit,
+            retry_after_s=retry_after_s,
         )
 
 
@@ -674,6 +787,8 @@ class DeadlineExceeded(Unavailable):
 
     `capsule`: the request waited for it to be computed again, else for a worker with room.
     """
+
+    code = "deadline_exceeded"
 
     def __init__(
         self, waited_s: float, retry_after_s: float, *, is_own: bool, capsule: str | None = None
@@ -685,6 +800,10 @@ class DeadlineExceeded(Unavailable):
         super().__init__(
             f"{happened} in {waited_s:.1f} s, {whose};"
             f" retry in {retry_after_s:.0f} s, or start more workers",
+            waited_s=waited_s,
+            retry_after_s=retry_after_s,
+            is_own=is_own,
+            capsule=capsule,
         )
 
 
@@ -692,28 +811,41 @@ class QuotaExceeded(Unavailable):
     """The API key has `used` of at most `limit` of `what`."""
 
     status = 429
+    code = "quota_exceeded"
 
     def __init__(self, what: str, used: int, limit: int, retry_after_s: float) -> None:
         super().__init__(
             f"this API key has used {used} of {limit} {what}; retry in {math.ceil(retry_after_s)} s",
+            what=what,
+            used=used,
+            limit=limit,
+            retry_after_s=retry_after_s,
         )
 
 
 class QueueFull(Unavailable):
     status = 429
+    code = "queue_full"
 
     def __init__(self, waiting: int, limit: int) -> None:
         super().__init__(
             f"{waiting} requests wait already, the limit is {limit}; retry later",
+            waiting=waiting,
+            limit=limit,
         )
 
 
 class TenantQueueFull(QueueFull):
+    code = "tenant_queue_full"
+
     def __init__(self, waiting: int, limit: int, retry_after_s: float) -> None:
         MalleeError.__init__(
             self,
             f"{waiting} requests of this tenant wait already, the limit is {limit};"
             f" retry in {retry_after_s:.0f} s",
+            waiting=waiting,
+            limit=limit,
+            retry_after_s=retry_after_s,
         )
 
 
@@ -721,13 +853,14 @@ class CallbackFailed(MalleeError):
     """`url` without its query."""
 
     status = 503
+    code = "callback_failed"
 
     def __init__(self, url: str, why: str) -> None:
-        super().__init__(f"the callback {url} failed: {why}")
+        super().__init__(f"the callback {url} failed: {why}", url=url, why=why)
 
 
 class ModelError(MalleeError):
-    """A checkpoint that can't be served."""
+    code = "model_error"
 
 
 class ModelNotFound(ModelError):
@@ -735,24 +868,29 @@ class ModelNotFound(ModelError):
 
 
 class UnsupportedModel(ModelError):
-    """The checkpoint's architecture, or a form of its weights, is not known here."""
+    code = "unsupported_model"
 
 
 class WeightsMismatch(ModelError):
-    """Names or shapes of weights are missing, unexpected or different."""
+    code = "weights_mismatch"
 
 
 class StorageError(MalleeError):
     status = 503
+    code = "storage_error"
 
 
 class StorageBusy(StorageError):
     """`holder`: the process that has it open, as it wrote it down."""
 
+    code = "storage_busy"
+
     def __init__(self, volume: str, holder: str) -> None:
         super().__init__(
             f"volume {volume} is in use by process {holder}; give every worker a volume of its own,"
             " or end that process",
+            volume=volume,
+            holder=holder,
         )
 
 
@@ -762,29 +900,46 @@ class StorageFull(StorageError):
     Of a full disk neither is known: they are 0.
     """
 
+    code = "storage_full"
+
     def __init__(self, what: str, needed: int, used: int = 0, limit: int = 0) -> None:
         numbers = f", {used} of {limit} are in use and may not be evicted" if limit else ""
         super().__init__(
             f"no room in {what}: {needed} bytes needed{numbers};"
             " delete capsules, or give it more room",
+            what=what,
+            needed=needed,
+            used=used,
+            limit=limit,
         )
 
 
 class StorageFailed(StorageError):
     """The file system's error on `operation` of `file`; `errno` is 0 where it gave none."""
 
+    code = "storage_failed"
+
     def __init__(self, operation: str, file: str, errno: int, reason: str) -> None:
         super().__init__(
             f"{operation} {file}: {reason}; look after the disk, nothing of it was accepted",
+            operation=operation,
+            file=file,
+            errno=errno,
+            reason=reason,
         )
 
 
 class BlocksMissing(StorageError):
     """`missing` of `asked` blocks are not stored; `key` is the first of them."""
 
+    code = "blocks_missing"
+
     def __init__(self, missing: int, asked: int, key: int) -> None:
         super().__init__(
             f"{missing} of {asked} blocks are not stored, the first is {key:016x}; compute them again",
+            missing=missing,
+            asked=asked,
+            key=key,
         )
 
 
@@ -792,10 +947,14 @@ class CorruptStorage(StorageError):
     """`region` of `file` is not what was written: prefix, header, record, block 3, end."""
 
     status = 500
+    code = "corrupt_storage"
 
     def __init__(self, file: str, region: str, reason: str) -> None:
         super().__init__(
             f"{region} of {file} is not what was written ({reason}); it is computed again",
+            file=file,
+            region=region,
+            reason=reason,
         )
 
 
@@ -803,11 +962,14 @@ class CorruptExport(CorruptStorage):
     """Nothing of the capsule may be used."""
 
     status = 400
+    code = "corrupt_export"
 
     def __init__(self, region: str, reason: str) -> None:
         MalleeError.__init__(
             self,
             f"{region} of the exported capsule is not what was written ({reason}); export it again",
+            region=region,
+            reason=reason,
         )
 
 
@@ -815,6 +977,7 @@ class IncompatibleCapsule(MalleeError):
     """`differences`: (field, its value in the capsule, its value here), "" where there is none."""
 
     status = 409
+    code = "incompatible_capsule"
 
     def __init__(self, capsule: str, differences: Sequence[tuple[str, str, str]]) -> None:
         told = "; ".join(
@@ -823,6 +986,7 @@ class IncompatibleCapsule(MalleeError):
         )
         super().__init__(
             f"capsule {shown(capsule)} does not fit this worker: {told}; create it again",
+            capsule=capsule,
             differences=[list(each) for each in differences],
         )
 
@@ -833,30 +997,27 @@ class CodecError(MalleeError):
 
 
 class ConfigError(MalleeError):
-    """Settings that contradict each other, or the machine."""
+    code = "config_error"
 
 
 class InternalError(MalleeError):
-    """Our bug, reported without taking the service down."""
+    code = "internal_error"
 
 
 class CorruptKV(InternalError):
     """`stories`: the last owners of the blocks, one line each."""
 
+    code = "corrupt_kv"
+
     def __init__(self, what: str, stories: Sequence[str]) -> None:
-        super().__init__(f"{what}; {'; '.join(stories)}", stories=list(stories))
+        super().__init__(f"{what}; {'; '.join(stories)}", what=what, stories=list(stories))
 
 
 def _all_types() -> dict[str, type[MalleeError]]:
-    """By code. Those without one of their own get it here."""
     found: dict[str, type[MalleeError]] = {}
     todo: list[type[MalleeError]] = [MalleeError]
     while todo:
         cls = todo.pop()
-        if "code" not in vars(cls):
-            cls.code = re.sub(
-                r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", cls.__name__
-            ).lower()
         found[cls.code] = cls
         todo.extend(cls.__subclasses__())
     return found

@@ -36,6 +36,7 @@ class UnknownConversation(NotFound):
         super().__init__(
             f"conversation {name[:80]!r} is not stored here: it was deleted, forgotten or never was;"
             " make a new one of its items",
+            param=param,
         )
 
 

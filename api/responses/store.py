@@ -36,6 +36,7 @@ class UnknownResponse(NotFound):
         super().__init__(
             f"response {name[:80]!r} is not stored here: it was deleted, forgotten, made with store=false or"
             " never was; send the conversation itself",
+            param=param,
         )
 
 
