@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from mallee.runtime.bus.accounts import Passwords, authorization
@@ -25,13 +26,15 @@ class Server(NamedTuple):
 def configurations(
     servers: Sequence[Server], logs: Sequence[str], *, fleet: str, passwords: Passwords
 ) -> list[str]:
-    """The configuration of each server, which logs to the file. They hold passwords."""
+    """The configuration of each server, which logs to the file and stores beside it. They hold passwords."""
     accounts = authorization(
         fleet, gateway=f'"{passwords.gateway}"', worker=f'"{passwords.worker}"'
     )
     password = secrets.token_hex(32)
     return [
-        f'log_file: "{log}"\n' + _configuration(each, servers, password) + accounts
+        f'log_file: "{log}"\njetstream {{store_dir: "{Path(log).parent / "nats"}"}}\n'
+        + _configuration(each, servers, password)
+        + accounts
         for each, log in zip(servers, logs, strict=True)
     ]
 
@@ -42,11 +45,15 @@ def _configuration(server: Server, servers: Sequence[Server], password: str) -> 
         for each in servers
         if each != server
     )
-    return (
+    alone = (
         f'listen: "{server.host}:{server.port}"\n'
         f'server_name: "mallee-{server.host}-{server.port}"\n'
         f"max_payload: {MAX_PAYLOAD_BYTES}\n"
-        "cluster {\n  name: mallee\n"
+    )
+    if not routes:
+        return alone  # JetStream doesn't start in a cluster without routes
+    return (
+        f"{alone}cluster {{\n  name: mallee\n"
         f'  listen: "{server.host}:{server.route_port}"\n'
         f"  authorization {{user: {_ROUTES_USER}, password: {password}, timeout: 5}}\n"
         f"  ping_interval: 2s\n  ping_max: 2\n  routes: [{routes}]\n}}\n"

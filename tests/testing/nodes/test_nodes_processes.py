@@ -1,12 +1,20 @@
-"""Folders and processes of a `mallee up` that was killed."""
+"""Folders, processes and brokers of `mallee up`."""
 
 import subprocess
 import sys
 import tempfile
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from mallee.protocol.errors import ConfigError
+from mallee.runtime.addresses import free_port
+from mallee.runtime.bus.access import BrokerAccess
+from mallee.runtime.bus.accounts import Passwords
+from mallee.runtime.bus.broker import check_broker, find_binary
+from mallee.testing.nodes.brokers import Server, configurations
 from mallee.testing.nodes.folders import Folder, clear_abandoned
 
 pytestmark = pytest.mark.process
@@ -38,3 +46,38 @@ def test_folders_without_their_owners_are_removed_and_others_stay(
         mine.remove()
         young.rmdir()
     assert not mine.path.exists()
+
+
+def keeps(access: BrokerAccess) -> bool:
+    """Whether a broker keeps values. Several servers choose one of them first, which takes seconds."""
+    with suppress(ConfigError):
+        check_broker(access, keeps_for="mallee")
+        return True
+    return False
+
+
+@pytest.mark.parametrize("num", [1, 3])
+def test_the_brokers_of_nodes_keep_what_gateways_store(num: int, tmp_path: Path) -> None:
+    servers = [Server("127.0.0.1", free_port(), free_port()) for _ in range(num)]
+    passwords = Passwords.new()
+    logs = [str(tmp_path / str(i) / "nats.log") for i in range(num)]
+    written = configurations(servers, logs, fleet="mallee", passwords=passwords)
+    running = []
+    try:
+        for log, text in zip(logs, written, strict=True):
+            folder = Path(log).parent
+            folder.mkdir()
+            (folder / "nats.conf").write_text(text)
+            command = [str(find_binary()), "-c", str(folder / "nats.conf")]
+            running.append(subprocess.Popen(command))
+        for i, server in enumerate(servers):
+            access = BrokerAccess(server.url, login=passwords.login("gateway"))
+            deadline = time.monotonic() + 30.0
+            while not keeps(access):
+                assert time.monotonic() < deadline, f"server {i} keeps nothing"
+                time.sleep(0.1)
+            assert (tmp_path / str(i) / "nats" / "jetstream").is_dir()
+    finally:
+        for each in running:
+            each.kill()
+            each.wait()
