@@ -65,7 +65,7 @@ _PAUSES_S = (1.0, 10.0, 30.0)
 _MAX_LATE = 5  # starts that may fail, of all nodes together
 _HEAD_STARTS = 5
 _DEPLOY_S = 600.0
-# On loopback Ray joins no second node, though every address is given: only this process may be told otherwise.
+# On loopback Ray joins no second node, though every address is given: this process alone is told otherwise.
 _RAY = (
     "import sys; from ray._private import ray_constants; ray_constants.ENABLE_RAY_CLUSTER = True;"
     " from ray.scripts.scripts import main; sys.exit(main())"

@@ -163,7 +163,9 @@ def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
     assert done.returncode == 1
-    assert done.stderr.strip() == "error: output can't be written (No space left on device)"
+    told, error = done.stderr.strip().splitlines()
+    assert told.startswith("t.jsonl: 1 requests")
+    assert error == "error: output can't be written (No space left on device)"
 
 
 @contextmanager
