@@ -214,7 +214,9 @@ def nats_server(head: Head, files: Path) -> Iterator[str]:
         {"user": name.replace(" ", ""), "password": head.secrets[name]}
         for name in ("nats", "nats of workers")
     ]
-    conf.write_text(f'listen: "127.0.0.1:{port}"\nauthorization: {json.dumps({"users": users})}\n')
+    stored = f'jetstream {{store_dir: "{files / "nats-store"}"}}'
+    accounts = f"authorization: {json.dumps({'users': users})}"
+    conf.write_text(f'listen: "127.0.0.1:{port}"\n{stored}\n{accounts}\n')
     server = subprocess.Popen([str(find_binary()), "-c", str(conf)], stderr=subprocess.DEVNULL)
     try:
         yield f"nats://127.0.0.1:{port}"
