@@ -1369,10 +1369,11 @@ SECTIONS = {
     "serve": Section(
         "The service over Ray",
         "python -m bench.serve --smg PATH --dynamo PYTHON",
-        "`mallee serve` as users start it: Ray, HAProxy, one gateway (or two), 100 mocked engines in one"
-        " process that take no time; 200-word prompts, 8 tokens, SSE; then 128 streams of 1,000 tokens."
-        " Beside it the same behind Ray's Python proxy, the same without Ray, smg over stubs that answer"
-        " at once, and Dynamo's frontend over 100 of its mockers. Then one stream of a real model, by turns"
+        "`mallee serve` as users start it: Ray, HAProxy, one gateway, 100 mocked engines in one process that"
+        " take no time; 200-word prompts, 8 tokens, SSE; then 128 streams of 1,000 tokens. Beside it the"
+        " same without Ray, smg over stubs that answer at once, and Dynamo's frontend over 100 of its"
+        " mockers; `--sides` has two gateways and Ray's Python proxy too, which cost all sides by being"
+        " alive. Then one stream of a real model, by turns"
         " with the same engine driven directly. Everything, load generator included, shares 2 cores.",
         serve,
     ),
