@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import takewhile
 from typing import Annotated, Any, Final
 
 import typer
@@ -83,7 +82,9 @@ class Chat:
 
     def run(self, lines: Iterable[str]) -> None:
         """Until the lines, or the user, end. An error of the service ends its turn alone."""
-        for line in takewhile("/quit".__ne__, map(str.strip, lines)):
+        for line in map(str.strip, lines):
+            if line.partition(" ")[0] == "/quit":
+                return
             try:
                 self._follow(line)
             except MalleeError as error:
@@ -98,7 +99,8 @@ class Chat:
             case "/tree":
                 self._console.print(self.draw())
             case "/back":
-                for _ in range(_number(command, rest or "1", "a number of turns", range(1 << 20))):
+                steps = _number(command, rest or "1", "a number of turns", range(sys.maxsize))
+                for _ in range(min(steps, len(self.turns))):
                     self.current = self.current.parent or self.current
                 self._say_current()
             case "/go":
@@ -134,8 +136,12 @@ class Chat:
             answers = [branches.branches.get(i) or Branch(i) for i in range(num)]
         self.turns += [Turn(question, each, after) for each in answers]
         self.current = self.turns[-1]
-        self._console.print()
-        self._say_current()
+        if num == 1 or not self._console.is_terminal:
+            self._console.print()  # a live view ends its line on terminals alone
+        if num > 1:
+            self._console.print(f"now at {labels[-1]}; /go to another")
+        else:
+            self._console.print(_figures(labels[0], answers[0]), style="dim")
 
     def messages(self, after: Turn, question: str) -> list[dict[str, str]]:
         """All that is sent to ask `question` after a turn."""
@@ -161,12 +167,10 @@ class Chat:
             show(_printable(event.text))
 
     def _say_current(self) -> None:
-        """The current turn, and what its answer took."""
-        told, answer = f"turn {self.turns.index(self.current)}", self.current.answer
-        if answer.finish_reason is not None:
-            told += f", {answer.completion_tokens} tokens, {answer.cached_tokens} cached"
-            told += f", {answer.prefill_tokens} computed"
-        self._console.print(told, style="dim")
+        where = "the beginning"
+        if self.current.parent is not None:
+            where = f"turn {self.turns.index(self.current)}: {_short(self.current.question)}"
+        self._console.print(f"now at {where}", style="dim", markup=False)
 
     def draw(self) -> Tree:
         root, *turns = self.turns
@@ -177,6 +181,13 @@ class Chat:
             above = nodes[turn.parent or root]
             nodes[turn] = above.add(Text(text, style="bold" if mark else ""))
         return nodes[root]
+
+
+def _figures(label: str, answer: Branch) -> str:
+    if answer.finish_reason is None:
+        return label
+    took = f"{answer.completion_tokens} tokens, {answer.cached_tokens} cached"
+    return f"{label}, {took}, {answer.prefill_tokens} computed"
 
 
 def _number(command: str, given: str, what: str, allowed: range) -> int:
