@@ -24,18 +24,18 @@ class Server(NamedTuple):
 
 
 def configurations(
-    servers: Sequence[Server], logs: Sequence[str], *, fleet: str, passwords: Passwords
+    servers: Sequence[Server], folders: Sequence[Path], *, fleet: str, passwords: Passwords
 ) -> list[str]:
-    """The configuration of each server, which logs to the file and stores beside it. They hold passwords."""
+    """The configuration of each server, which logs and stores in its folder. They hold passwords."""
     accounts = authorization(
         fleet, gateway=f'"{passwords.gateway}"', worker=f'"{passwords.worker}"'
     )
     password = secrets.token_hex(32)
     return [
-        f'log_file: "{log}"\njetstream {{store_dir: "{Path(log).parent / "nats"}"}}\n'
+        f'log_file: "{folder / "nats.log"}"\njetstream {{store_dir: "{folder / "nats"}"}}\n'
         + _configuration(each, servers, password)
         + accounts
-        for each, log in zip(servers, logs, strict=True)
+        for each, folder in zip(servers, folders, strict=True)
     ]
 
 

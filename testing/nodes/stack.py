@@ -239,8 +239,8 @@ class NodesStack:
         self._folder.secret("gateways", passwords.login("gateway"))
         self._folder.secret("workers", passwords.login("worker"))
         servers = [node.server for node in self.nodes]
-        logs = [str(self._own(node) / "nats.log") for node in self.nodes]
-        written = configurations(servers, logs, fleet=fleet, passwords=passwords)
+        folders = [self._own(node) for node in self.nodes]
+        written = configurations(servers, folders, fleet=fleet, passwords=passwords)
         self._folder.made("ray")
         for node, text in zip(self.nodes, written, strict=True):
             for part in ("ray", "tmp"):

@@ -3,8 +3,8 @@
 import subprocess
 import sys
 import tempfile
-import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from mallee.runtime.bus.accounts import Passwords
 from mallee.runtime.bus.broker import check_broker, find_binary
 from mallee.testing.nodes.brokers import Server, configurations
 from mallee.testing.nodes.folders import Folder, clear_abandoned
+from support.waiting import wait_until
 
 pytestmark = pytest.mark.process
 
@@ -60,23 +61,19 @@ def keeps(access: BrokerAccess) -> bool:
 def test_the_brokers_of_nodes_keep_what_gateways_store(num: int, tmp_path: Path) -> None:
     servers = [Server("127.0.0.1", free_port(), free_port()) for _ in range(num)]
     passwords = Passwords.new()
-    logs = [str(tmp_path / str(i) / "nats.log") for i in range(num)]
-    written = configurations(servers, logs, fleet="mallee", passwords=passwords)
+    folders = [tmp_path / str(i) for i in range(num)]
+    written = configurations(servers, folders, fleet="mallee", passwords=passwords)
     running = []
     try:
-        for log, text in zip(logs, written, strict=True):
-            folder = Path(log).parent
+        for folder, text in zip(folders, written, strict=True):
             folder.mkdir()
             (folder / "nats.conf").write_text(text)
             command = [str(find_binary()), "-c", str(folder / "nats.conf")]
             running.append(subprocess.Popen(command))
-        for i, server in enumerate(servers):
+        for folder, server in zip(folders, servers, strict=True):
             access = BrokerAccess(server.url, login=passwords.login("gateway"))
-            deadline = time.monotonic() + 30.0
-            while not keeps(access):
-                assert time.monotonic() < deadline, f"server {i} keeps nothing"
-                time.sleep(0.1)
-            assert (tmp_path / str(i) / "nats" / "jetstream").is_dir()
+            wait_until(partial(keeps, access), timeout_s=30.0)
+            assert (folder / "nats" / "jetstream").is_dir()
     finally:
         for each in running:
             each.kill()
