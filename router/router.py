@@ -159,8 +159,7 @@ class Router:
         Raises NoWorker if none is alive; KVMemoryExceeded if it fits no worker's blocks; Saturated if it
         `may_wait` and all that it fits are busy; ValueError if `request` is booked.
         """
-        if request in self._fleet.slots.bookings:
-            self._check_unbooked((request,))
+        self._check_unbooked((request,))
         placer = self._placer
         now = self._clock()
         with _ANYWHERE if among is None else self._fleet.only(among):

@@ -119,7 +119,7 @@ class FleetSettings(NamedTuple):
     """
 
     timing: Timing
-    texts: Texts | None
+    texts: Texts
     block_size: int
     num_blocks: int
     config: EngineConfig
@@ -174,7 +174,6 @@ class Fleet:
     def _engine(self, name: WorkerId, incarnation: Incarnation) -> AnyEngine:
         settings = self._settings
         if settings.is_vllm:
-            assert settings.texts is not None, "replays name their texts"
             return VllmEngine(
                 timing=settings.timing,
                 texts=settings.texts,

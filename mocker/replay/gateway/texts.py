@@ -105,9 +105,8 @@ class ReplayTexts:
 
     def of(self, gateway: str) -> "ReplayTexts":
         """The same texts, as `gateway` has them."""
-        texts = ReplayTexts(
-            self._texts, self._id_tokens
-        )  # `copy` makes no object of a compiled class
+        # `copy` makes no object of a compiled class.
+        texts = ReplayTexts(self._texts, self._id_tokens)
         texts._gateway, texts._retain = gateway, self._retain
         texts._limits, texts._terms = self._limits, self._terms
         texts._parents, texts._capsules = self._parents, self._capsules
